@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -110,8 +111,9 @@ def compile_all(layers: Sequence[tuple[Layer, W4Experts]], counts: list[int], in
             if isinstance(choices, ByLogits):
                 units[choices.choice().unit()] = None
             key = LayerKey.of(x, choices, gate_up, down, layer.activation)
-            for tokens in (count for count in counts if count <= MOST_TOKENS):
-                units[ExpertLayer.form(Device.of(x.device), *key._replace(tokens=tokens).parameters()).unit()] = None
+            for tokens, in_order in product((m for m in counts if m <= MOST_TOKENS), (False, True)[: 1 + invariant]):
+                own = key._replace(tokens=tokens, in_order=in_order)
+                units[ExpertLayer.form(Device.of(x.device), *own.parameters()).unit()] = None
         rows = [tokens * layer.router.top_k for tokens in counts]
         for batch_invariant in (False, True)[: 1 + invariant]:
             options = {"bias": layer.biased, "batch_invariant": batch_invariant}

@@ -153,7 +153,9 @@ def launched_as_it_is(
 
 def forms_on(device: torch.device, layer: Layer, x: torch.Tensor, choices: ByIds | ByLogits) -> set[ExpertLayer]:
     """The kernels that :func:`launched` takes for calls like this of 1 to ``layer.spec.tokens`` tokens."""
-    key = LayerKey.of(x, choices, *layer.products, layer.spec.activation)._replace(mapped=layer.spec.mapped)
+    key = LayerKey.of(x, choices, *layer.products, layer.spec.activation)._replace(
+        mapped=layer.spec.mapped, in_order=layer.spec.in_order
+    )
     each = (key._replace(tokens=m).parameters() for m in range(1, layer.spec.tokens + 1))
     return {ExpertLayer.form(Device.of(device), *parameters) for parameters in each}
 
@@ -162,7 +164,7 @@ def launched(
     layer: Layer, x: torch.Tensor, choices: ByIds | ByLogits, expert_map: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The result of a launch on the GPU of the layer and of all tensors."""
-    return expert_layer(x, choices, *layer.products, layer.spec.activation, expert_map)
+    return expert_layer(x, choices, *layer.products, layer.spec.activation, expert_map, in_order=layer.spec.in_order)
 
 
 class Sums(NamedTuple):
@@ -187,7 +189,8 @@ def reference(layer: Layer, x: torch.Tensor, choices: ByIds) -> Sums:
             d = weight * _product(layer, "down", e, y)
             out[t] += d
             sizes[t] += d.abs()
-    return Sums(out, sizes.amax(1))
+    roundings = 2 if layer.spec.in_order else 1  # of weights and of rows of down, too
+    return Sums(out, roundings * sizes.amax(1))
 
 
 def _product(layer: Layer, name: str, expert: int, y: torch.Tensor) -> torch.Tensor:

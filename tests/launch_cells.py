@@ -227,17 +227,23 @@ class Made(NamedTuple):
         return hidden.by_choice, hidden.by_expert[places[places >= 0]]
 
     def layer(
-        self, tokens: int, format: str, activation: str, biased: bool, router: w4gemm.Router | None = None
+        self,
+        tokens: int,
+        format: str,
+        activation: str,
+        biased: bool,
+        router: w4gemm.Router | None = None,
+        invariant: bool = False,
     ) -> torch.Tensor:
         """A layer of six experts, on the GPU in one launch; with a router, which chooses by logits."""
-        experts, hidden, features = 6, 352, 320  # three blocks along k each
+        experts, hidden, features = (16, 608, 832) if invariant else (6, 352, 320)  # odd numbers of blocks along k
         several = []
         for n, k in ((hidden if activation == "relu2" else 2 * hidden, features), (features, hidden)):
             w = random_weight(WeightFormat.parse(format), n, k, 1)
             stack = w4gemm.QuantizedWeight.stack([w] * experts, layout="canonical").to(self.device)
             bias = self.half(experts, n) if biased else None
             several.append(w4gemm.W4GroupedLinear.from_weight(stack.repack(), bias, dtype=torch.bfloat16))
-        layer = w4gemm.W4Experts(*several, activation=activation)
+        layer = w4gemm.W4Experts(*several, activation=activation, batch_invariant=invariant and self.device == "cuda")
         layer.one_launch = True if self.device == "cuda" else None
         if router is not None:
             return layer.of_logits(self.half(tokens, features), self.half(tokens, experts), router)
@@ -296,6 +302,8 @@ HELPER_CALLS: dict[str, Callable[[Made], Any]] = {
     "expert_layer in NVFP4": lambda made: made.layer(2, "nvfp4", "silu_mul", True),
     "expert_layer with zero points": lambda made: made.layer(1, "int4_g32_zint", "silu_mul", False),
     "expert_layer without gates": lambda made: made.layer(2, "int4_g128", "relu2", True),
+    "expert_layer in order": lambda made: made.layer(1, "int4_g128", "silu_mul", False, invariant=True),
+    "expert_layer in order with biases": lambda made: made.layer(5, "mxfp4", "swiglu_oai", True, invariant=True),
     "expert_layer by logits": lambda made: made.layer(3, "int4_g128", "silu_mul", False, w4gemm.Router(2, groups=3)),
     "expert_choice": lambda made: w4gemm.choose_experts(
         made.half(9, 160).float(), w4gemm.Router(6, "sigmoid", groups=8, top_groups=3), made.half(160).float()

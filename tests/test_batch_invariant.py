@@ -23,12 +23,14 @@ from conformance.cases import (
     targets,
 )
 from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, WeightFormat, choice
+from w4gemm.api.expert_layer import LayerKey, one_launch
 from w4gemm.choice import plan
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.integrations.engines.warmup import ExpertsCall, experts_need
 from w4gemm.kernels import KERNELS, config_named
 from w4gemm.packing.layouts import layout_for
+from w4gemm.packing.packed_shape import packed_shape
 
 H200_PROBLEM = GemmProblem(16, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200, batch_invariant=True)
 CPU_PROBLEM = replace(H200_PROBLEM, n=130, k=576, dtype=torch.float32, layout="cpu", device=Device("cpu"))
@@ -382,16 +384,60 @@ def test_experts_have_one_order(experts, n, k, format, fp8):
     assert len(orders) == 1 and None not in orders
 
 
-def test_invariant_experts_are_no_one_launch():
-    """Its sums are divided by the routing of all tokens."""
+def wide_experts(format: str, device: str) -> W4Experts:
+    """A layer whose sums are in order along k for any number of rows."""
+    kind = WeightFormat.parse(format)
+    stacks = (
+        QuantizedWeight.stack([random_weight(kind, n, k, seed) for seed in range(16)])
+        for n, k in ((2 * 608, 832), (832, 608))
+    )
+    return W4Experts(*(w.to(device) for w in stacks), batch_invariant=True)
+
+
+@pytest.mark.parametrize("format", ["int4_g128", "int4_g32_zint", "mxfp4"])
+def test_one_launch_has_the_bits_of_four(format, device):
+    experts = wide_experts(format, device)
+    if experts.gate_up.weight.layout == "canonical":
+        pytest.skip("multiplied in the canonical layout here, where nothing is batch invariant")
+    g = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(40, 832, generator=g).to(device, torch.bfloat16), torch.rand(40, 4, generator=g).to(device)
+    ids = torch.stack([torch.randperm(16, generator=g)[:4] for _ in range(40)]).to(device)
+    ids[1, 3], ids[2, 0] = ids[1, 0], -1
+    many = experts(x, ids, weights)
+    if experts.explain(8, 4).startswith("one launch"):
+        experts.one_launch = True  # so that an error says so if it is not
+    else:
+        assert device == "cpu" or torch.cuda.get_device_capability() != (9, 0)
+    for m in range(1, 9):
+        assert torch.equal(experts(x[:m], ids[:m], weights[:m]), many[:m]), m
+
+
+@pytest.mark.parametrize(
+    ("format", "sizes", "reason"),
+    [
+        ("int4_g128", (16, 832, 608), ""),
+        ("mxfp4", (128, 2880, 2880), ""),
+        ("nvfp4", (16, 832, 608), "formats other than int4 and MXFP4"),
+        ("int4_g128", (5, 192, 160), "other kernels add up in another order"),
+    ],
+)
+def test_which_invariant_experts_run_in_one_launch(format, sizes, reason):
+    (experts, features, width), kind = sizes, WeightFormat.parse(format)
+    shapes = (packed_shape(kind, "mma16", n, k, experts) for n, k in ((2 * width, features), (features, width)))
+    key = LayerKey(4, *shapes, torch.bfloat16, "silu_mul", 4, torch.int64, in_order=True)
+    decision = one_launch(key, H200)
+    assert reason in decision.refusal and bool(decision.refusal) == bool(reason)
+    assert decision.layer is None or (decision.layer.in_order and not decision.layer.split)
+
+
+def test_layers_say_that_they_are_invariant():
     experts = W4Experts(*products_of("int4_g128"))
-    assert not experts.batch_invariant and "batch_invariant" not in experts.explain(4, TOP_K)
+    assert not experts.batch_invariant
+    experts.gate_up.batch_invariant = True
+    assert "batch_invariant is True of one product alone" in experts.explain(4, TOP_K)
     experts.batch_invariant = True
     assert experts.gate_up.batch_invariant and experts.down.batch_invariant
-    assert experts.explain(4, TOP_K).startswith("four launches: batch_invariant is True")
+    assert "batch_invariant" not in experts.explain(4, TOP_K)
     assert "batch_invariant=True" in repr(experts)
-    experts.one_launch = True
-    with pytest.raises(UnsupportedError, match="run in one launch, but batch_invariant is True"):
-        experts.explain(4, TOP_K)
     with pytest.raises(TypeError, match="batch_invariant: wanted a bool, got int 1"):
         experts.batch_invariant = 1

@@ -109,6 +109,24 @@ def test_layers(name: str) -> None:
     assert not faults(out, reference(layer, x, chosen))
 
 
+@pytest.mark.parametrize(
+    "changes", [{"format": "int4_g128"}, {"format": "mxfp4", "gate_up_bias": True, "down_bias": True}], ids=str
+)
+def test_sums_in_order(changes: dict[str, Any]) -> None:
+    """A token has the same bits alone, tallied by each warp, and among others. It may choose an expert twice, and one
+    that is elsewhere."""
+    specs = [spec_of(t, experts=8, width=160, features=192, top_k=3, in_order=True, **changes) for t in (1, 8)]
+    alone, among = (layer_of(spec, changes["format"]) for spec in specs)
+    x, chosen = inputs(among.spec, 7, seed=3)
+    ids, weights = chosen
+    ids[2, 2], ids[4, 0] = ids[2, 0], -1
+    out = emulated(among, x, ByIds(ids, weights))
+    assert not faults(out, reference(among, x, ByIds(ids, weights)))
+    for t in range(len(x)):
+        own = slice(t, t + 1)
+        assert torch.equal(emulated(alone, x[own], ByIds(ids[own], weights[own])), out[own]), t
+
+
 @pytest.mark.parametrize("power", [-20, 20])
 def test_numbers_without_their_powers(power: int) -> None:
     """MXFP4's numbers are multiplied as 2**-126 times theirs, and x and the activated rows as 2**64 times theirs."""

@@ -253,7 +253,8 @@ def test_few_tokens_run_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     x, ids, router = torch.randn(3, HIDDEN).bfloat16(), torch.tensor([[0, 1], [2, -1], [0, 2]]), torch.rand(3, 2)
     expected = method.apply_weights(layer, dispatched(x, ids, router)).hidden_states
 
-    def launched(x: Any, choices: Any, *others: Any) -> torch.Tensor:
+    def launched(x: Any, choices: Any, *others: Any, in_order: bool) -> torch.Tensor:
+        assert not in_order
         calls.append((choices.expert_ids.dtype, choices.expert_weights))
         return expected
 

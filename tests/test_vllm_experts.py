@@ -37,11 +37,15 @@ experts = part_fixture("experts")
 
 def test_results_that_must_not_depend_on_the_batch(experts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """With VLLM_BATCH_INVARIANT every product has one order of sums, whichever of its configs is chosen for a number of
-    rows, and no layer runs in one launch."""
+    rows, and a layer in one launch has the same."""
     from w4gemm.integrations.vllm import experts_kernel
 
+    def asked(key: LayerKey, device: Any) -> OneLaunch:
+        assert key.in_order
+        return OneLaunch(None, "a CPU", "")
+
     monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True)
-    monkeypatch.setattr(experts_kernel, "one_launch_now", None)
+    monkeypatch.setattr(experts_kernel, "one_launch_now", asked)
     ranked = plan.ranked
     monkeypatch.setattr(plan, "ranked", lambda among, problem: ranked(among, problem)[:: -1 if problem.m % 2 else 1])
     choice.forget()
@@ -203,7 +207,10 @@ def test_few_tokens_run_in_one_launch(experts: ModuleType, monkeypatch: pytest.M
         fits = key.choice is None and key.ids is torch.int32 and not any(key.operands) and key.tokens <= spec.tokens
         return OneLaunch(spec, "", "") if fits else OneLaunch(None, "too many tokens", "")
 
-    def launched(x: Any, choices: Any, gate_up: Any, down: Any, activation: str, expert_map: Any, out: Any) -> Any:
+    def launched(
+        x: Any, choices: Any, gate_up: Any, down: Any, activation: str, expert_map: Any, out: Any, in_order: bool
+    ) -> Any:
+        assert not in_order
         calls.append((len(x), expert_map is not None, out))
         layer = Layer(spec, gate_up.weight.repack("mma16"), down.weight.repack("mma16"), None, None, None, None)
         every = torch.arange(EXPERTS, dtype=torch.int32) if expert_map is None else expert_map

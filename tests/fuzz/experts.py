@@ -116,6 +116,7 @@ FORMS: tuple[tuple[ExpertLayer, str], ...] = (
 )
 """Forms of the kernel, with the formats of their weights. On a GPU each has as many CTAs and warps as there are."""
 _SIZES = {"experts": 16, "features": 704, "width": 416, "top_k": 4}
+_IN_ORDER_SIZES = _SIZES | {"features": 832, "width": 608}
 WIDE: tuple[tuple[ExpertLayer, str], ...] = (
     (spec_of(4, experts=16, features=2048, width=96, top_k=4), "int4_g128"),
     (spec_of(4, experts=8, features=704, width=1216, top_k=4, down_bias=True), "int4_g128"),
@@ -136,9 +137,43 @@ WIDE: tuple[tuple[ExpertLayer, str], ...] = (
     (spec_of(2, format="int4_g64_zint_fp16", dtype=torch.float16, **_SIZES), "int4_g64_zint_fp16"),
     (spec_of(4, format="nvfp4", gate_up_bias=True, **_SIZES), "nvfp4"),
     (spec_of(8, format="nvfp4", dtype=torch.float16, **_SIZES | {"features": 704, "width": 1216}), "nvfp4"),
+    (spec_of(8, in_order=True, **_IN_ORDER_SIZES), "int4_g128"),
+    (
+        spec_of(
+            2,
+            format="mxfp4",
+            activation="swiglu_oai",
+            gate_up_bias=True,
+            down_bias=True,
+            ids=torch.int32,
+            in_order=True,
+            **_IN_ORDER_SIZES,
+        ),
+        "mxfp4",
+    ),
 )
 """Larger forms, for a GPU. The first has a strip of down for each CTA of an H100, the second parts of strips, the third
 odd numbers of blocks along k in steps of two."""
+IN_ORDER: tuple[tuple[ExpertLayer, str], ...] = (
+    (replace(TINY, in_order=True), "int4_g128"),
+    (replace(CHOOSING, in_order=True), "int4_g128"),
+    (
+        spec_of(
+            8,
+            format="mxfp4",
+            activation="swiglu_oai",
+            features=192,
+            width=96,
+            ids=torch.int32,
+            mapped=True,
+            gate_up_bias=True,
+            down_bias=True,
+            in_order=True,
+        ),
+        "mxfp4",
+    ),
+)
+"""Forms whose sums are in order, for the emulator: other kernels are the faster ones for so small layers on a GPU."""
 
 
 class Problem(NamedTuple):
@@ -268,7 +303,7 @@ def main() -> int:
     args = parser.parse_args()
     numbers = range(args.first, args.first + args.count) if args.only is None else [args.only]
     started = time.monotonic()
-    every = (*FORMS, *WIDE) if args.device == "cuda" else FORMS
+    every = (*FORMS, *(WIDE if args.device == "cuda" else IN_ORDER))
     forms = [form for form in every if not args.format or form[1] in args.format]
     if not forms:
         parser.error(f"--format: there is no such form on the {args.device}")

@@ -153,8 +153,8 @@ FAULTS = (
     Fault(
         "weights of gate_up are read a step too early",
         _EXPERT_LAYER,
-        "                cute.arch.cp_async_wait_group(layer.num_stages - 1)\n                cute.arch.sync_warp()",
-        "                cute.arch.cp_async_wait_group(layer.num_stages)\n                cute.arch.sync_warp()",
+        "        cute.arch.cp_async_wait_group(layer.num_stages - 1)\n        cute.arch.sync_warp()",
+        "        cute.arch.cp_async_wait_group(layer.num_stages)\n        cute.arch.sync_warp()",
         _ONE_LAUNCH + "routings",
     ),
     Fault(

@@ -215,8 +215,8 @@ FAULTS = (
     Fault(
         "experts have one order for gathered rows and another for sorted ones",
         "src/w4gemm/choice/model.py",
-        "order = _invariant_order(replace(problem, m=0, gathered=False))",
-        "order = _invariant_order(replace(problem, m=0))",
+        "return _invariant_order(replace(problem, m=0, gathered=False))",
+        "return _invariant_order(replace(problem, m=0))",
         "tests/test_batch_invariant.py -k one_order",
     ),
     Fault(

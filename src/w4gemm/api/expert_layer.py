@@ -7,16 +7,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from w4gemm.choice import invariant_order
 from w4gemm.choice.cost.experts import one_launch_is_slower
 from w4gemm.core import environment
-from w4gemm.core.epilogue import HALVES
-from w4gemm.core.problem import Device
+from w4gemm.core.epilogue import HALVES, Epilogue
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.core.router import Router
 from w4gemm.jit import is_ready
 from w4gemm.kernels import launcher, workspace
 from w4gemm.kernels.expert_layer.spec import MOST_TOKENS, ExpertLayer
 from w4gemm.kernels.helpers.experts import ExpertChoice
 from w4gemm.kernels.requirements import hopper_refusal
+from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
 from w4gemm.packing.codecs import weight_operand
 from w4gemm.packing.packed_shape import PackedShape
 from w4gemm.weights.weight import QuantizedWeight
@@ -85,6 +87,8 @@ class LayerKey(NamedTuple):
     """Whether there are biases of gate_up and down, and scales of both."""
     choice: ExpertChoice | None = None
     """How the launch chooses experts by logits; None if it is given ids and weights."""
+    in_order: bool = False
+    """True if bits must be those of four launches that are batch invariant."""
 
     @classmethod
     def of(
@@ -103,7 +107,17 @@ class LayerKey(NamedTuple):
         """Return the arguments of :meth:`ExpertLayer.of` behind the device."""
         first, weight = self.gate_up, weight_operand(self.gate_up.format, self.dtype)
         sizes = first.experts, first.k, self.down.k, self.top_k
-        return self.tokens, weight, self.activation, *sizes, self.ids, self.mapped, *self.operands, self.choice
+        return (
+            self.tokens,
+            weight,
+            self.activation,
+            *sizes,
+            self.ids,
+            self.mapped,
+            *self.operands,
+            self.choice,
+            self.in_order,
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -121,9 +135,26 @@ def one_launch(key: LayerKey, device: Device) -> OneLaunch:
     if not key.gate_up.layout == key.down.layout == "mma16":
         return OneLaunch(None, f"reads the mma16 layout, got {key.gate_up.layout} and {key.down.layout}", "")
     layer = ExpertLayer.form(device, *key.parameters())
+    if key.in_order and not _adds_in_order(key, device):
+        return OneLaunch(None, "batch_invariant is True, and other kernels add up in another order", "")
     if reason := layer.refusal(device):
         return OneLaunch(None, reason, "")
     return OneLaunch(layer, "", one_launch_is_slower(layer, key.tokens, device))
+
+
+def _adds_in_order(key: LayerKey, device: Device) -> bool:
+    """True if the batch-invariant products of four launches add up steps of 16 columns in order. WGMMA and mma.sync
+    then make equal bits (H200, 2026-12-01)."""
+    bias_up, bias_down, scale_up, scale_down = key.operands
+    epilogues = (
+        Epilogue(key.activation, bias=bias_up, expert_scale=scale_up),
+        Epilogue(bias=bias_down, expert_scale=scale_down),
+    )
+    for w, epilogue in zip((key.gate_up, key.down), epilogues, strict=True):
+        problem = GemmProblem(0, w.n, w.k, key.dtype, w.format, w.layout, epilogue, device, True, w.experts)
+        if invariant_order(problem) != (Sm90MixedGemm.name, 1, 1, 0):
+            return False
+    return True
 
 
 def one_launch_now(key: LayerKey, device: Device) -> OneLaunch:
@@ -148,6 +179,7 @@ def expert_layer(
     activation: str,
     expert_map: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    in_order: bool = False,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts by one launch, where :func:`one_launch` refuses nothing.
 
@@ -156,8 +188,10 @@ def expert_layer(
         expert_map: as for :func:`w4gemm.route`.
         out: tensor for the result, contiguous and aligned to 16 bytes, in memory of its own, because CTAs that begin
             late read x when others have stored theirs; or None.
+        in_order: see :class:`LayerKey`.
     """
-    key = LayerKey.of(x, choices, gate_up, down, activation)._replace(mapped=expert_map is not None)
+    key = LayerKey.of(x, choices, gate_up, down, activation)
+    key = key._replace(mapped=expert_map is not None, in_order=in_order)
     layer = one_launch(key, Device.of(x.device)).layer
     run = launcher(ExpertLayer.of, x.device, *key.parameters())
     assert layer is not None and run is not None, "a layer that cannot run in one launch"

@@ -325,12 +325,12 @@ class W4Experts(torch.nn.Module):
         """
         if self.one_launch is False:
             return "one_launch is False"
-        if self.gate_up.batch_invariant or self.down.batch_invariant:
-            refusal, slower = "batch_invariant is True, and its sums are divided by the routing", ""
+        if self.gate_up.batch_invariant != self.down.batch_invariant:
+            refusal, slower = "batch_invariant is True of one product alone", ""
         elif operands is None:
             refusal, slower = "x or a bias is cast, scaled or quantized before a product, or needs a gradient", ""
         else:
-            key = LayerKey.of(x, choices, *operands, self.activation)
+            key = LayerKey.of(x, choices, *operands, self.activation)._replace(in_order=self.batch_invariant)
             _, refusal, slower = one_launch_now(key, Device.of(self.gate_up.weight.device))
         if self.one_launch and refusal:
             raise UnsupportedError(f"one_launch: wanted a layer and call that run in one launch, but {refusal}")
@@ -348,4 +348,4 @@ class W4Experts(torch.nn.Module):
         operands = self._operands(x)
         if self._why_four_launches(operands, x, choices) or operands is None:
             return None
-        return expert_layer(x, choices, *operands, self.activation)
+        return expert_layer(x, choices, *operands, self.activation, in_order=self.batch_invariant)

@@ -148,7 +148,7 @@ def candidates(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Candidat
     legal = _legal(kernels, problem)
     if not problem.batch_invariant:
         return legal
-    order = _invariant_order(replace(problem, m=0, gathered=False))
+    order = invariant_order(problem)
     return [c for c in legal if order is not None and c.kernel.reduction_order(problem, c.config) == order]
 
 
@@ -200,6 +200,11 @@ def _in_order(unordered: Iterable[Candidate], problem: GemmProblem) -> list[Rank
     return sorted(timed, key=lambda entry: (entry.us, entry.kernel.name, str(entry.config)))
 
 
+def invariant_order(problem: GemmProblem) -> Hashable | None:
+    """Return the reduction order of all batch-invariant plans of a problem's weight; None if there is none."""
+    return _invariant_order(replace(problem, m=0, gathered=False))
+
+
 @functools.cache
 def _invariant_order(problem: GemmProblem) -> Hashable | None:
     """Return the reduction order with the least geometric mean of predicted times over the intervals of m, among those
@@ -223,9 +228,9 @@ def _invariant_order(problem: GemmProblem) -> Hashable | None:
 # --- the shortlist ---------------------------------------------------------------------------------------------------
 
 MOST = 24
-"""Largest number of configs of a shortlist. Over 25 drawn layers and 13 m from 272 on, the best of those chosen (23.3 in
-the mean) is predicted to take 0.3 % longer than the best of all, and over 1.5 % longer at 7 % of the m (2026-12-01). Of
-30 it would be 0.2 %, and 4 % of the m."""
+"""Largest number of configs of a shortlist. Over 25 drawn layers and 13 m from 272 on, the best of those chosen, 23.3
+in the mean, is predicted to take 0.3 % longer than the best of all, and over 1.5 % longer at 7 % of the m (2026-12-01).
+Of 30 it would be 0.2 %, and 4 % of the m."""
 _SAMPLES = 80
 """Number of m that a shortlist is chosen for. Half as many are too far apart for the waves of a large layer."""
 _LOOKS = 32

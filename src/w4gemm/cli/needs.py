@@ -129,7 +129,7 @@ def one_launches_of(layers: list[Module], tokens: list[int], use: Use) -> Iterat
     Args:
         tokens: as for :func:`problems_of`.
     """
-    if use.fp8 or use.batch_invariant or not use.top_k or 1 not in tokens:
+    if use.fp8 or not use.top_k or 1 not in tokens:
         return
     activations = dict.fromkeys(("silu_mul", *filter(None, use.epilogue_activations)))
     scales = (False, True) if use.expert_scale else (False,)
@@ -142,7 +142,7 @@ def one_launches_of(layers: list[Module], tokens: list[int], use: Use) -> Iterat
         first, second = (
             packed_shape(e.format, layout_for(use.device, e.format, use.dtype), e.n, e.k, e.experts) for e in pair
         )
-        key = LayerKey(0, first, second, use.dtype, "", use.top_k, torch.int64)
+        key = LayerKey(0, first, second, use.dtype, "", use.top_k, torch.int64, in_order=use.batch_invariant)
         ways = [*((ids, None) for ids in IDS), *((torch.int32, by_logits) for by_logits in choices_of(gate_up, use))]
         for m, name, (ids, by_logits), scale in product(range(1, MOST_TOKENS + 1), between, ways, scales):
             operands = gate_up.bias, down.bias, scale, scale

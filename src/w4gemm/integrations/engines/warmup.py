@@ -216,11 +216,11 @@ def experts_need(
         for top_k in call.top_k:
             facts = LayerFacts(w.k, call.dtype, fp8, top_k=top_k, experts=w.experts, format=w.format)
             helpers |= {helper.unit(): None for kind in HELPERS for helper in kind.needed(device, facts)}
-    if call.gathered and activation is not None and not call.batch_invariant:
+    if call.gathered and activation is not None:
         operands = call.bias, call.bias, False, False
         for top_k, tokens in itertools.product(call.top_k, range(1, MOST_TOKENS + 1)):
             call_facts = call.dtype, activation, top_k, torch.int32, call.mapped, operands
-            key = LayerKey(tokens, gate_up.packed, down.packed, *call_facts)
+            key = LayerKey(tokens, gate_up.packed, down.packed, *call_facts, in_order=call.batch_invariant)
             if (layer := one_launch_now(key, device).chosen) is not None:
                 helpers[layer.unit()] = None
     return Need("layers of 4-bit experts", tuple(keys), tuple(helpers), run)

@@ -202,17 +202,17 @@ class W4gemmExperts(_Experts):
     def _in_one_launch(
         self, x: torch.Tensor, choices: ByIds, expert_map: torch.Tensor | None
     ) -> Callable[..., torch.Tensor] | None:
-        """Return the layer of a call in one launch, which writes its result to ``out``; None if it cannot, is predicted
-        to be slower, or must be batch invariant, which its sums are not."""
-        if self.products[0].batch_invariant:
-            return None
+        """Return the layer of a call in one launch, which writes its result to ``out``; None if it cannot or is
+        predicted to be slower."""
+        in_order = self.products[0].batch_invariant
         gate_up, down = (Experts(product.weight, product.bias) for product in self.products)
         activation = self.products[0].epilogue.activation
         assert activation is not None
-        key = LayerKey.of(x, choices, gate_up, down, activation)._replace(mapped=expert_map is not None)
+        key = LayerKey.of(x, choices, gate_up, down, activation)
+        key = key._replace(mapped=expert_map is not None, in_order=in_order)
         if one_launch_now(key, Device.of(x.device)).chosen is None:
             return None
-        return functools.partial(expert_layer, x, choices, gate_up, down, activation, expert_map)
+        return functools.partial(expert_layer, x, choices, gate_up, down, activation, expert_map, in_order=in_order)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         return LastStep() if self._last_step is None else self._last_step

@@ -134,6 +134,7 @@ class WarpProduct:
         columns: if the columns of x are the scale groups of few tokens.
         chains: most sums of a group that its instructions take in turn, two and more each, because each waits for the
             last one with its sums.
+        scaled: True if weights are multiplied with their scales, rounded to x's dtype, whatever the decoder can do.
     """
 
     weight: WeightOperand
@@ -141,6 +142,7 @@ class WarpProduct:
     token_blocks: int
     columns: GroupColumns | None = None
     chains: int = 1
+    scaled: bool = False
 
     def multiply(
         self, acc: cute.Tensor, first: int, words: Codes, scales: Scales, x_fragments: Fragments, table: Int32
@@ -152,7 +154,7 @@ class WarpProduct:
             first: the strip of acc that the first strip of ``words`` is.
             table: address of the thread's copies of the decoder's table, see own_pairs.
         """
-        if not self.decoder.separate_scales:
+        if self.scaled or not self.decoder.separate_scales:
             self._multiply_scaled(acc, first, words, scales, x_fragments)
             return
         if self.columns is not None:

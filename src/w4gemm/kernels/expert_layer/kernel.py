@@ -28,13 +28,19 @@ The CTA's units are divided into rounds of at most 16. The steps of a round foll
 consecutive ones, by its rank (:meth:`.shares.Shares.rank`), some one more than others. Where a warp's unit or range
 ends, it stores its partial sums; when all have, each thread adds those of some rows and tokens in the order of ranks.
 
+Sums in order (``in_order``), for layers that are batch invariant: bits are those of four launches, whose WGMMAs add up
+steps of 16 columns one after the other, as one chain of mma.sync does. A warp has whole units, of down a strip of one
+expert at a time, and decodes weights as those launches do, rounded with their scales. It stores rows of gate_up itself.
+Rows of down lie in shared memory by choice, and each thread adds them, rounded, in the order of a token's choices. So
+a CTA has one round, and strips of down are never split.
+
 Shared memory, in this order:
 
     what       bytes                            written by                            read by
     x          tokens * x_row_bytes             all threads: cp.async                 all warps: ldmatrix
     partials   2 * partial_slots * slot_bytes   each warp: a slot for each unit,      all threads
-               (two rounds)                     at unit + rank: the first is reached
-                                                before the second on any path of
+               (two rounds; in order            at unit + rank: the first is reached
+               partial_bytes)                   before the second on any path of
                                                 warps through units
     stages     warps * warp_bytes               their warp: cp.async of 16 bytes a    their warp
                                                 lane; behind its stages what
@@ -101,7 +107,16 @@ from w4gemm.packing.block import STRIP_N
 from w4gemm.packing.codecs.e2m1_decode import E2m1Decoder
 from w4gemm.packing.codecs.integers_decode import pair
 from w4gemm.packing.codecs.pairs_decode import own_pairs
-from w4gemm.ptx.arithmetic import float_word, fma, lane_again, multiply_halves, pack_half2, to_float, warp_maximum
+from w4gemm.ptx.arithmetic import (
+    float_word,
+    fma,
+    halves_to_floats,
+    lane_again,
+    multiply_halves,
+    pack_half2,
+    to_float,
+    warp_maximum,
+)
 from w4gemm.ptx.memory import (
     compare_and_store,
     copies_wait,
@@ -137,14 +152,17 @@ class ExpertLayerKernel:
         self.layer = layer
         weight = layer.weight
         decoder, bare = weight.decoder(allow_sum_scale=True, pairs=layer.pairs), None
-        if isinstance(decoder, E2m1Decoder):
+        if isinstance(decoder, E2m1Decoder) and not layer.in_order:
             bare = decoder.bare()
         self.decoder = bare or decoder
         self.larger = _LARGER if bare else 1.0
         self.reader = BlockReader(layer.stage_block, weight.codec.turns)
-        self.product = WarpProduct(weight, self.decoder, 1, chains=_CHAINS)
+        self.product = WarpProduct(
+            weight, self.decoder, 1, chains=1 if layer.in_order else _CHAINS, scaled=layer.in_order
+        )
         self.tally = Tally(layer)
-        scale = self.decoder.exact_scale if self.decoder.separate_scales else self.decoder.sum_scale
+        on_sums = self.decoder.separate_scales and not layer.in_order
+        scale = self.decoder.exact_scale if on_sums else self.decoder.sum_scale
         scale /= self.larger
         self.sum_scale = scale
         self.shares = Shares(layer)
@@ -203,10 +221,13 @@ class ExpertLayerKernel:
             self.begin(t, memory.choices, cta, was, epoch, warp)
 
         stage, computed, ahead = Int32(0), cta, cute.make_rmem_tensor((8 if layer.shares_rows else 16,), Int32)
-        channels = cute.make_rmem_tensor((2,), Float32)
+        channels = cute.make_rmem_tensor((3 if layer.in_order else 2,), Float32)
         channels.fill(1.0)
         while computed >= 0:
-            cursor, stage = self.multiply_up(t, memory, share, cursor, stage, rank)
+            if const_expr(layer.in_order):
+                cursor, stage = self.multiply_up_in_order(t, memory, share, cursor, stage, rank)
+            else:
+                cursor, stage = self.multiply_up(t, memory, share, cursor, stage, rank)
             cute.arch.sync_threads()  # the rows of all threads are stored
             if warp == 0:
                 if lane == 0 and (const_expr(not layer.split) or memory.choices.owned[0] == epoch):
@@ -256,7 +277,7 @@ class ExpertLayerKernel:
         def tensor(dtype: Any, count: int, align: int = 4) -> cute.Tensor:
             return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=align)
 
-        x, partials = bytes_of(layer.tokens * layer.x_row_bytes), bytes_of(2 * layer.partial_slots * layer.slot_bytes)
+        x, partials = bytes_of(layer.tokens * layer.x_row_bytes), bytes_of(layer.partial_bytes)
         stages = bytes_of(layer.warps * layer.warp_bytes)
         table = Int32(0)
         if layer.pairs is not None:
@@ -264,7 +285,8 @@ class ExpertLayerKernel:
             self.decoder.fill_table(table, thread, layer.threads)
             table = own_pairs(table, thread, layer.pairs)
         count = layer.choices
-        factors, experts = tensor(Float32, count * layer.tokens), tensor(Int32, layer.tallies * count)
+        numbers = tensor(Int32 if layer.in_order else Float32, count * layer.tokens)
+        experts = tensor(Int32, layer.tallies * count)
         if layer.tallies > 1:
             experts = cute.make_tensor(experts.iterator + warp * count, cute.make_layout(count))
         choices = Choices(
@@ -273,9 +295,11 @@ class ExpertLayerKernel:
             tensor(Int32, -(-layer.experts // 32)),
             experts,
             tensor(Int32, count),
-            factors,
-            tensor(Float32, count * layer.tokens) if layer.down_scale else factors,
-            tensor(Float32, layer.bias_floats, 16) if layer.down_bias else factors,
+            numbers,
+            numbers,
+            tensor(Int32, count) if layer.in_order else experts,
+            tensor(Float32, count * layer.tokens) if layer.down_scale and not layer.in_order else numbers,
+            tensor(Float32, layer.bias_floats, 16) if layer.bias_floats else numbers,
             tensor(Int32, layer.pollers),
             tensor(Int32, 1),
         )
@@ -339,20 +363,7 @@ class ExpertLayerKernel:
             unit, k_step = divided(steps.first, layer.steps_up)
             rows = self.rows_of_round(t, memory.choices, share, round, partials, steps.dealt)
             for i in cutlass.range(steps.count, unroll=1):
-                cute.arch.cp_async_wait_group(layer.num_stages - 1)
-                cute.arch.sync_warp()
-                for b in cutlass.range_constexpr(layer.step_blocks):
-                    at = x + (k_step * layer.step_blocks + b) * 256
-                    if const_expr(b == 0 or not layer.ragged_up):
-                        words, scales = self.read_weight(memory, stage, lane, b)
-                        fragments = self.read_x(at)
-                        if const_expr(b == layer.step_blocks - 1):
-                            cursor = self.refill(t, memory, share, cursor, stage, rank)
-                        self.product.multiply(acc, 0, words, scales, [fragments], memory.table)
-                    else:
-                        if k_step < layer.steps_up - 1:
-                            self.multiply_block(memory, acc, stage, b, self.read_x(at))
-                        cursor = self.refill(t, memory, share, cursor, stage, rank)
+                cursor = self.multiply_step(t, memory, share, acc, x, k_step, cursor, stage, rank)
                 stage = self.next_stage(stage)
                 k_step += 1
                 if k_step == layer.steps_up or i == steps.count - 1:
@@ -362,6 +373,62 @@ class ExpertLayerKernel:
             cute.arch.sync_threads()
             self.store_rows(rows)
         return cursor, stage
+
+    @cute.jit
+    def multiply_up_in_order(
+        self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, rank: Int32
+    ) -> tuple[Cursor, Int32]:
+        """:meth:`multiply_up`, each warp whole units, whose rows it stores itself."""
+        layer, lane = self.layer, cute.arch.lane_idx()
+        acc = cute.make_rmem_tensor((4, 1, 1), Float32)
+        row = cutlass.min(lane % 8, t.x.shape[0] - 1)
+        x = memory.x + row * layer.x_row_bytes + lane // 8 * 16
+        slot_of_sums = memory.partials + rank * layer.slot_bytes
+        steps = self.shares.steps_of(share, Int32(0), rank)
+        first, count = (quotient(number, layer.steps_up) for number in (steps.first, steps.count))
+        if share.rounds == 0:
+            count = Int32(0)
+        for unit in cutlass.range(first, first + count, unroll=1):
+            rows = self.rows_of_unit(t, memory.choices, share.first + unit, slot_of_sums, lane)
+            acc.fill(0.0)
+            for k_step in cutlass.range(layer.steps_up, unroll=1):
+                cursor = self.multiply_step(t, memory, share, acc, x, k_step, cursor, stage, rank)
+                stage = self.next_stage(stage)
+            self.store_partial(acc, slot_of_sums, lane)
+            cute.arch.sync_warp()
+            self.store_rows(rows)
+        return cursor, stage
+
+    @cute.jit
+    def multiply_step(
+        self,
+        t: Tensors,
+        memory: Memory,
+        share: Share,
+        acc: cute.Tensor,
+        x: Int32,
+        k_step: Int32,
+        cursor: Cursor,
+        stage: Int32,
+        rank: Int32,
+    ) -> Cursor:
+        """Multiply a step of gate_up, and request another one into its stage. x: address of this lane's row."""
+        layer, lane = self.layer, cute.arch.lane_idx()
+        cute.arch.cp_async_wait_group(layer.num_stages - 1)
+        cute.arch.sync_warp()
+        for b in cutlass.range_constexpr(layer.step_blocks):
+            at = x + (k_step * layer.step_blocks + b) * 256
+            if const_expr(b == 0 or not layer.ragged_up):
+                words, scales = self.read_weight(memory, stage, lane, b)
+                fragments = self.read_x(at)
+                if const_expr(b == layer.step_blocks - 1):
+                    cursor = self.refill(t, memory, share, cursor, stage, rank)
+                self.product.multiply(acc, 0, words, scales, [fragments], memory.table)
+            else:
+                if k_step < layer.steps_up - 1:
+                    self.multiply_block(memory, acc, stage, b, self.read_x(at))
+                cursor = self.refill(t, memory, share, cursor, stage, rank)
+        return cursor
 
     @cute.jit
     def multiply_block(
@@ -432,12 +499,31 @@ class ExpertLayerKernel:
         """What this thread adds up of a round of gate_up: nothing for tokens that did not choose the expert."""
         layer, thread = self.layer, cute.arch.thread_idx()[0]
         own, slot, strip, expert = PartialSums(Int32(0), Int32(0)), Int32(0), Int32(0), Int32(0)
-        unit, quad, token = self.place_of(thread)
+        unit, _, token = place = self.place_of(thread)
         if unit < cutlass.min(share.units - round * share.chunk, share.chunk):
             slot, strip = divided(share.first + round * share.chunk + unit, layer.strips_up)
             if (c.masks[slot] >> token) & 1 != 0:
                 begin, expert = unit * layer.steps_up, c.experts[slot]
                 own = self.sums_of(thread, partials, begin, begin + layer.steps_up, dealt)
+        return self.activated_rows(t, own, place, slot, strip, expert)
+
+    @cute.jit
+    def rows_of_unit(self, t: Tensors, c: Choices, unit: Int32, sums: Int32, lane: Int32) -> ActivatedRows:
+        """What this lane activates and stores of a unit whose sums its warp has; ``sums``: their address."""
+        layer, place, expert = self.layer, self.place_of(lane), Int32(0)
+        own, (slot, strip) = PartialSums(Int32(0), Int32(0)), divided(unit, layer.strips_up)
+        if lane < _QUADS * layer.tokens:
+            if (c.masks[slot] >> place.token) & 1 != 0:
+                expert = c.experts[slot]
+                own = PartialSums(sums + (place.token * SLOT_ROW + place.quad * 4) * 4, Int32(1))
+        return self.activated_rows(t, own, place, slot, strip, expert)
+
+    @cute.jit
+    def activated_rows(
+        self, t: Tensors, own: PartialSums, place: PlaceOfSums, slot: Int32, strip: Int32, expert: Int32
+    ) -> ActivatedRows:
+        """Where the activated rows of some sums go, and what else makes them."""
+        layer, (_, quad, token) = self.layer, place
         if const_expr(layer.gated):  # two columns
             at = self.hidden_at(t, slot, quotient(strip, 4), token * 4 + quad) + Int64(strip % 4 * 4)
         else:  # four columns, of two lanes
@@ -462,7 +548,10 @@ class ExpertLayerKernel:
             if const_expr(layer.gate_up_bias):
                 biases = [to_float(layer.kind, word, high) for word in rows.biases for high in (False, True)]
             scale = rows.scale if const_expr(layer.gate_up_scale) else None
-            sums = self.sum_of(rows.own)
+            if const_expr(layer.in_order):
+                sums = list(load_shared_f32x4(rows.own.partials))
+            else:
+                sums = self.sum_of(rows.own)
             if const_expr(layer.weight.channels):
                 sums = [value * to_float("f32", word) for value, word in zip(sums, rows.channels, strict=True)]
             y = [self.epilogue.affine(v, scale, b) for v, b in zip(sums, biases, strict=True)]
@@ -544,7 +633,7 @@ class ExpertLayerKernel:
     def add_biases(self, t: Tensors, c: Choices, share: Share, thread: Int32) -> None:
         """Add up the weighted biases of the strips that begin in this CTA; by all warps that do not wait for flags."""
         layer = self.layer
-        if const_expr(layer.down_bias):
+        if const_expr(layer.down_bias and not layer.in_order):
             count = share.columns * (layer.tokens * STRIP_N)
             for i in cutlass.range(thread, count, layer.threads - 32 * layer.pollers, unroll=1):
                 column, token, row = i // (layer.tokens * STRIP_N), i // STRIP_N % layer.tokens, i % STRIP_N
@@ -641,19 +730,17 @@ class ExpertLayerKernel:
                     cursor = self.refill(t, memory, share, cursor, stage, rank)
             stage = self.next_stage(stage)
             if expert_done or last:
-                for j in cutlass.range_constexpr(4):
-                    token = lane % 4 * 2 + j % 2
-                    if token < layer.tokens and (const_expr(layer.alone) or (c.masks[was] >> token) & 1 != 0):
-                        factor = c.scaled[was * layer.tokens + token]
-                        if const_expr(layer.weight.channels):
-                            factor *= channels[j // 2]
-                        totals[j] = fma(factor, acc[j], totals[j])
+                if const_expr(layer.in_order):
+                    self.store_down(acc, c, memory.partials, column, was, channels)
+                else:
+                    self.add_expert(acc, c, was, channels, totals)
                 acc.fill(0.0)
             if column_done or last:
-                self.store_partial(totals, memory.partials + (column + rank) * layer.slot_bytes, lane)
-                totals.fill(0.0)
+                if const_expr(not layer.in_order):
+                    self.store_partial(totals, memory.partials + (column + rank) * layer.slot_bytes, lane)
+                    totals.fill(0.0)
                 column += 1
-            if const_expr(layer.weight.channels):
+            if const_expr(layer.weight.channels or layer.in_order):
                 if expert_done and not last:
                     self.load_channels(t, c, share, slot, column, channels)
         groups = self.shares.groups_of(share, self.place_of(cute.arch.thread_idx()[0]).unit)
@@ -661,10 +748,46 @@ class ExpertLayerKernel:
         self.store_sums(t, c, share, own, groups)
 
     @cute.jit
+    def add_expert(self, acc: cute.Tensor, c: Choices, slot: Int32, channels: cute.Tensor, totals: cute.Tensor) -> None:
+        """Add what a warp has of an expert's strip of down to its sums over experts."""
+        layer, lane = self.layer, cute.arch.lane_idx()
+        for j in cutlass.range_constexpr(4):
+            token = lane % 4 * 2 + j % 2
+            if token < layer.tokens and (const_expr(layer.alone) or (c.masks[slot] >> token) & 1 != 0):
+                factor = c.scaled[slot * layer.tokens + token]
+                if const_expr(layer.weight.channels):
+                    factor *= channels[j // 2]
+                totals[j] = fma(factor, acc[j], totals[j])
+
+    @cute.jit
+    def store_down(
+        self, acc: cute.Tensor, c: Choices, rows: Int32, column: Int32, slot: Int32, terms: cute.Tensor
+    ) -> None:
+        """Store an expert's strip of down for the tokens that chose it, each at its first choice. terms: what
+        :meth:`load_channels` loads."""
+        layer, lane = self.layer, cute.arch.lane_idx()
+        scale = terms[2] if layer.down_scale else None
+        for j in cutlass.range_constexpr(4):
+            token, row = lane % 4 * 2 + j % 2, lane // 4 + j // 2 * 8
+            if token < layer.tokens and (const_expr(layer.alone) or (c.masks[slot] >> token) & 1 != 0):
+                choice = c.places[slot * layer.tokens + token]
+                value = self.epilogue.affine(acc[j], scale, terms[j // 2] if layer.down_bias else None)
+                store_shared_f32(rows + ((column * layer.choices + choice) * STRIP_N + row) * 4, value)
+
+    @cute.jit
     def load_channels(
         self, t: Tensors, c: Choices, share: Share, slot: Int32, column: Int32, channels: cute.Tensor
     ) -> None:
-        """Load the scales of a lane's rows, g and g + 8, of an expert's strip of down."""
+        """Load the scales of a lane's rows, g and g + 8, of an expert's strip of down; if sums are in order, the biases
+        of the rows and the expert's scale."""
+        if const_expr(self.layer.in_order):
+            expert = c.experts[slot]
+            if const_expr(self.layer.down_bias):
+                feature = (share.column + column * self.shares.column_stride) * STRIP_N + cute.arch.lane_idx() // 4
+                for j in cutlass.range_constexpr(2):
+                    channels[j] = Float32(t.down_bias[expert, feature + j * 8])
+            if const_expr(self.layer.down_scale):
+                channels[2] = t.down_scale[expert]
         if const_expr(self.layer.weight.channels):
             row = (share.column + column * self.shares.column_stride) * STRIP_N + cute.arch.lane_idx() // 4
             at = t.down_channels.iterator.toint() + (Int64(c.experts[slot]) * self.layer.features + row) * 4
@@ -719,9 +842,11 @@ class ExpertLayerKernel:
             PartialSums(Int32(0), Int32(0)),
             self.shares.steps_of_column(share.active),
         )
-        column, _, _ = self.place_of(thread)
+        column, quad, _ = self.place_of(thread)
         begin = column * per_column - share.skipped
-        if (column < share.columns) & (share.active > 0):
+        if const_expr(self.layer.in_order):
+            own = PartialSums(partials + (column * self.layer.choices * STRIP_N + quad * 4) * 4, Int32(0))
+        elif (column < share.columns) & (share.active > 0):
             end = cutlass.min(begin + per_column, share.steps)
             own = self.sums_of(thread, partials, cutlass.max(begin, 0), end, dealt)
         return own
@@ -732,8 +857,11 @@ class ExpertLayerKernel:
         layer = self.layer
         column, quad, token = self.place_of(cute.arch.thread_idx()[0])
         if (column < share.columns) & (token < t.out.shape[0]):
-            sums = [self.epilogue.affine(value, None, None) for value in self.sum_of(own)]
-            if const_expr(layer.down_bias):
+            if const_expr(layer.in_order):
+                sums = self.sum_of_choices(c, own.partials, token)
+            else:
+                sums = [self.epilogue.affine(value, None, None) for value in self.sum_of(own)]
+            if const_expr(layer.down_bias and not layer.in_order):
                 at = (column * layer.tokens + token) * STRIP_N + quad * 4
                 sums = [value + c.biases[at + j] for j, value in enumerate(sums)]
             feature = (share.column + column * self.shares.column_stride) * STRIP_N + quad * 4
@@ -742,6 +870,22 @@ class ExpertLayerKernel:
                 self.add_parts(t, groups, token, quad, sums, at)
             else:
                 store_global(at, self.rounded(sums), Boolean(True))
+
+    @cute.jit
+    def sum_of_choices(self, c: Choices, rows: Int32, token: Int32) -> list[Float32]:
+        """Four weighted sums of rows of down, rounded to x's dtype, in the order of a token's choices. rows: address of
+        the first choice's."""
+        layer = self.layer
+        sums = cute.make_rmem_tensor((4,), Float32)
+        sums.fill(0.0)
+        for j in cutlass.range_constexpr(layer.top_k):
+            choice = token * layer.top_k + j
+            first, factor = c.firsts[choice], c.weights[choice]
+            if first >= 0:
+                words = self.rounded(load_shared_f32x4(rows + first * (STRIP_N * 4)))
+                for i, value in enumerate(halves_to_floats(layer.kind, words)):
+                    sums[i] = sums[i] + factor * value
+        return [sums[i] for i in range(4)]
 
     @cute.jit
     def add_parts(self, t: Tensors, groups: Groups, token: Int32, quad: Int32, part: list[Float32], to: Int64) -> None:

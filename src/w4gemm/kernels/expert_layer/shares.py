@@ -41,6 +41,8 @@ class Shares:
             bounds.append(quotient(begin + layer.steps_up // 2, layer.steps_up))
         units = bounds[1] - bounds[0]
         rounds = quotient(units + layer.units_of_round - 1, layer.units_of_round)
+        if const_expr(layer.in_order):
+            rounds = cutlass.min(units, 1)
         chunk = quotient(units + cutlass.max(rounds, 1) - 1, cutlass.max(rounds, 1))
         per_column, column, skipped = self.steps_of_column(active), cta, Int32(0)
         columns = quotient(layer.columns - cta + layer.ctas - 1, layer.ctas)
@@ -65,8 +67,15 @@ class Shares:
 
     @cute.jit
     def steps_of(self, share: Share, round: Int32, rank: Int32) -> Steps:
-        """The steps of a round of the warp of a rank: some have one more than others."""
+        """The steps of a round of the warp of a rank: some have one more than others; one unit, if sums are in order,
+        where a round is all of gate_up."""
         layer = self.layer
+        if const_expr(layer.in_order):
+            up, pairs = round < share.rounds, share.columns * share.active
+            units = Int32(cutlass.select_(up, share.units, pairs))
+            each = Int32(cutlass.select_(up, Int32(layer.steps_up), Int32(layer.steps_down)))
+            first, behind = (quotient(r * units, layer.warps) * each for r in (rank, rank + 1))
+            return Steps(first, behind - first, Int32(1))
         units = cutlass.max(cutlass.min(share.units - round * share.chunk, share.chunk), 0)
         steps = units * layer.steps_up
         if round == share.rounds:

@@ -17,7 +17,7 @@ from w4gemm.kernels.stand_ins import DTYPES, contiguous
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, MOST_EXPERTS
 from w4gemm.kernels.workspace import FLAG_BYTES
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, STRIP_N, Block
-from w4gemm.packing.codecs import MXFP4_MMA16, NVFP4_MMA16, PAIR_TABLE_BYTES, Pairs, WeightOperand
+from w4gemm.packing.codecs import INT4_MMA16, MXFP4_MMA16, NVFP4_MMA16, PAIR_TABLE_BYTES, Pairs, WeightOperand
 
 MOST_TOKENS = 8
 """Columns of operand B of the matrix instruction: a token each."""
@@ -54,6 +54,8 @@ along k are odd. Qwen3 in Q4_K with 1 and 8 tokens took 0.88 and 0.79 of the tim
 int4_g32_zint with 1 to 8 0.80, 0.97, 0.99, 0.98; gpt-oss-120b, which spills nothing, 1.00 to 1.02 (2026-11-30)."""
 _FLOATS = MXFP4_MMA16, NVFP4_MMA16
 """Codecs whose steps have two blocks whatever the number of blocks along k."""
+_IN_ORDER = INT4_MMA16, MXFP4_MMA16
+"""Codecs whose weights are rounded to x's dtype as those of four launches are."""
 _ALIGNMENT = 640
 """Bytes that alignment of the parts of shared memory takes at most: of four to 128 bytes, of two to 16."""
 
@@ -80,6 +82,8 @@ class ExpertLayer(Helper):
         warps: of a CTA.
         most_stages: of a warp, if there is room for so many.
         step_blocks: blocks along k of a step, 1 or 2.
+        in_order: True if bits are those of four launches that are batch invariant: a warp adds up all of a unit along
+            k, and rows of down are rounded and added in the order of a token's choices.
     """
 
     weight: WeightOperand
@@ -101,13 +105,14 @@ class ExpertLayer(Helper):
     warps: int = _WARPS
     most_stages: int = _MOST_STAGES
     step_blocks: int = 1
+    in_order: bool = False
 
     name: ClassVar[str] = "expert_layer"
 
     @classmethod
     def of(cls, device: Device, tokens: int, weight: WeightOperand, *parameters: Any) -> ExpertLayer | None:
         """Return the kernel for a number of tokens; None where it does not run. parameters: from ``activation`` to
-        ``choice``, without ``tokens``."""
+        ``choice``, without ``tokens``, and ``in_order``."""
         if not 0 < tokens <= MOST_TOKENS:
             return None
         layer = cls.form(device, tokens, weight, *parameters)
@@ -117,11 +122,12 @@ class ExpertLayer(Helper):
     def form(cls, device: Device, tokens: int, weight: WeightOperand, *parameters: Any) -> ExpertLayer:
         """Return the parameters of the kernel for 1 to ``MOST_TOKENS`` tokens, also where it does not run."""
         most = next(count for count in TOKENS if tokens <= count)
-        whole = cls(*(weight, *parameters[:5], most, *parameters[5:], False, device.sms))
+        *facts, in_order = parameters
+        whole = replace(cls(*(weight, *facts[:5], most, *facts[5:], False, device.sms)), in_order=in_order)
         active = min(whole.choices, whole.experts)
         strips = whole.columns_per_cta - whole.columns / whole.ctas
         more = strips * active * whole.k_blocks_down * whole.stage_block.bytes
-        one = replace(whole, split=more > _SPLIT_BYTES)
+        one = replace(whole, split=more > _SPLIT_BYTES and not in_order)
         two = replace(one, step_blocks=2)
         ragged, zeros = two.ragged_up or two.ragged_down, weight.block.has_zero and weight.block.groups > 1
         if weight.block.lead or (zeros and (weight.zero == "float" or not ragged)):
@@ -310,27 +316,40 @@ class ExpertLayer(Helper):
         return self.units_of_round + self.warps - 1
 
     @property
+    def down_rows_bytes(self) -> int:
+        """Bytes of the rows of down of a CTA's strips, float32 [strip][choice][row], if they are added in order."""
+        return self.columns_per_cta * self.choices * STRIP_N * 4
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of the partial sums of two rounds; if sums are in order, of a unit of each warp or, later, of the rows
+        of down."""
+        if self.in_order:
+            return max(self.warps * self.slot_bytes, self.down_rows_bytes)
+        return 2 * self.partial_slots * self.slot_bytes
+
+    @property
     def decode_table_bytes(self) -> int:
         return PAIR_TABLE_BYTES if self.pairs is not None else self.weight.codec.table_bytes
 
     @property
     def bias_floats(self) -> int:
         """Weighted sums of down's biases of a CTA's strips."""
-        return self.columns_per_cta * self.tokens * STRIP_N if self.down_bias else 0
+        return self.columns_per_cta * self.tokens * STRIP_N if self.down_bias and not self.in_order else 0
 
     @property
     def _choice_bytes(self) -> int:
         """Bytes of :class:`.values.Choices`."""
-        of_choice = 12 + 4 * self.tallies + 4 * self.tokens * (1 + self.down_scale)
+        of_tokens = 1 + (self.down_scale and not self.in_order)
+        of_choice = 12 + 4 * self.tallies + 4 * self.tokens * of_tokens + 4 * self.in_order
         of_all = 4 * (-(-self.experts // 32) + self.pollers + 1)
         return 12 + self.choices * of_choice + of_all + 4 * self.bias_floats
 
     @property
     def _bytes_but_stages(self) -> int:
-        partials = 2 * self.partial_slots * self.slot_bytes
         x_bytes = self.tokens * self.x_row_bytes
         rows = self.warps * self.step_row_bytes
-        return x_bytes + partials + rows + self.decode_table_bytes + self._choice_bytes + _ALIGNMENT
+        return x_bytes + self.partial_bytes + rows + self.decode_table_bytes + self._choice_bytes + _ALIGNMENT
 
     @property
     def num_stages(self) -> int:
@@ -380,6 +399,8 @@ class ExpertLayer(Helper):
             return reason
         if self.choice is not None and not self.mapped and self.choice.experts != self.experts:
             return f"takes a logit for each expert here, {self.experts}, or a map, got {self.choice.experts}"
+        if self.in_order and self.weight.codec not in _IN_ORDER:
+            return "batch_invariant is True, for which formats other than int4 and MXFP4 are not in one launch"
         if self.columns_per_cta > self.units_of_round or self.ctas > _MOST_CTAS:
             return f"takes {self.units_of_round} strips of down a CTA and {_MOST_CTAS} CTAs"
         if any(count % self.weight.block.factor_blocks for count in (self.k_blocks_up, self.k_blocks_down)):

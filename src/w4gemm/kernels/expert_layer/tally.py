@@ -55,17 +55,23 @@ class Tally:
         """Fill the rest of ``c``, which is there for all threads behind the next barrier."""
         if const_expr(self.alone):
             if thread < 32:
-                self.store_factors_alone(t, c, own, thread)
+                if const_expr(self.layer.in_order):
+                    self.store_places_alone(c, own, thread)
+                else:
+                    self.store_factors_alone(t, c, own, thread)
+        elif const_expr(self.layer.in_order):
+            self.store_places_together(c, own, thread)
         else:
             self.store_factors_together(t, c, own, thread)
 
     @cute.jit
     def count_together(self, t: Tensors, c: Choices, own: GivenChoice, thread: Int32) -> tuple[Int32, PlaceOfExperts]:
         layer, lane = self.layer, thread % 32
-        for i in cutlass.range(thread, layer.choices * layer.tokens, layer.threads, unroll=1):
-            c.factors[i] = Float32(0.0)
-            if const_expr(layer.down_scale):
-                c.scaled[i] = Float32(0.0)
+        if const_expr(not layer.in_order):
+            for i in cutlass.range(thread, layer.choices * layer.tokens, layer.threads, unroll=1):
+                c.factors[i] = Float32(0.0)
+                if const_expr(layer.down_scale):
+                    c.scaled[i] = Float32(0.0)
         if const_expr(layer.choice is not None):
             self.choose(t, c, thread)
         else:
@@ -119,6 +125,21 @@ class Tally:
                 c.scaled[slot * layer.tokens + token] = factor * t.down_scale[expert]
 
     @cute.jit
+    def store_places_together(self, c: Choices, places: PlaceOfExperts, thread: Int32) -> None:
+        """:meth:`store_factors_together` for sums in order."""
+        layer = self.layer
+        choice = cutlass.min(thread, layer.choices - 1)
+        expert, token, first = c.ids[choice], choice // layer.top_k, Int32(-1)
+        slot = self.slot_of(cutlass.max(expert, 0), *places)
+        if thread < layer.choices:
+            for j in reversed(range(layer.top_k)):
+                other = token * layer.top_k + j
+                first = Int32(cutlass.select_((c.ids[other] == expert) & (expert >= 0), other, first))
+            c.firsts[choice] = first
+            if expert >= 0:
+                c.places[slot * layer.tokens + token] = first
+
+    @cute.jit
     def count_alone(self, c: Choices, choice: GivenChoice, lane: Int32) -> tuple[Int32, OwnChoice]:
         expert = choice.expert
         again, below = Boolean(False), Int32(0)
@@ -152,6 +173,21 @@ class Tally:
             c.factors[own.slot * layer.tokens + token] = factor
             if const_expr(layer.down_scale):
                 c.scaled[own.slot * layer.tokens + token] = factor * t.down_scale[own.expert]
+
+    @cute.jit
+    def store_places_alone(self, c: Choices, own: OwnChoice, lane: Int32) -> None:
+        """:meth:`store_factors_alone` for sums in order."""
+        layer, mask, first = self.layer, Int32(0), Int32(-1)
+        token = lane // layer.top_k
+        for i in reversed(range(layer.choices)):
+            same = (cute.arch.shuffle_sync(own.expert, i) == own.expert) & (own.expert >= 0)
+            mask = mask | Int32(cutlass.select_(same, Int32(1 << i // layer.top_k), Int32(0)))
+            first = Int32(cutlass.select_(same & (token == i // layer.top_k), Int32(i), first))
+        if lane < layer.choices:
+            c.firsts[lane], c.weights[lane] = first, own.weight
+        if own.expert >= 0:
+            c.masks[own.slot] = mask
+            c.places[own.slot * layer.tokens + token] = first
 
     def mask_of(self, ids: Int32, expert: Int32) -> Int32:
         """The tokens that chose an expert, one a bit."""

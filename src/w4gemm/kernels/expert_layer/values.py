@@ -58,7 +58,11 @@ class Choices(NamedTuple):
     masks: cute.Tensor
     """int32 (choices,): bit t is 1 if token t chose the slot's expert."""
     factors: cute.Tensor
-    """float32 (choices * tokens,): the sum of a token's weights for a slot's expert."""
+    """float32 (choices * tokens,): the sum of a token's weights for a slot's expert; none if sums are in order."""
+    places: cute.Tensor
+    """int32 (choices * tokens,) in place of factors if sums are in order: a token's first choice of a slot's expert."""
+    firsts: cute.Tensor
+    """int32 (choices,), if sums are in order: the first choice of the same token and expert; -1 if there is none."""
     scaled: cute.Tensor
     """The same times the expert's scale of down; the same memory if there is none."""
     biases: cute.Tensor
