@@ -160,6 +160,14 @@ def test_scale_rules_of_shards(name, dim, count, rule):
         assert torch.equal(torch.cat([shard.dequantize() for shard in shards], dim), w.dequantize())
 
 
+@pytest.mark.parametrize("name, rule", [("int6_g256_s8x256", "s8x128"), ("int4_g256_zfloat_u8x256", "u8x128")])
+def test_halves_of_a_row_that_is_one_group_and_one_superblock(name, rule):
+    w = random_weight(WeightFormat.parse(name), 64, 256, signed=True)
+    shards = [w.shard(1, i, 2) for i in range(2)]
+    assert {shard.format for shard in shards} == {replace(w.format, group_size=128, scale=rule)}
+    assert torch.equal(torch.cat([shard.dequantize() for shard in shards], 1), w.dequantize())
+
+
 @all_formats
 def test_a_row_does_not_depend_on_the_others(format):
     """With batch_invariant=True; PyTorch multiplies weights without a layout of tables, in an order of its own."""

@@ -177,6 +177,8 @@ def _shard_format(format: WeightFormat, n: int, k: int, rows: slice, columns: sl
         shared = math.gcd(rule.factor_columns, width)
         alike = (r for r in SCALES.values() if replace(r, name=scale, factor_columns=rule.factor_columns) == rule)
         scale = next((r.name for r in alike if r.factor_columns == shared), "fp32")
+        if scale != "fp32" and group_size > shared:  # a row's only group, which a factor's columns have to hold
+            group_size = shared
     return replace(format, group_size=group_size, scale=scale)
 
 
