@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -276,6 +277,13 @@ def test_a_table_that_cannot_be_written(tmp_path, monkeypatch, caplog):
         table.add([record()])
         assert chosen()[1] == "tuned", "this process knows it all the same"
     assert caplog.text.count("cannot keep tuned configs") == 1 and "Errno" not in caplog.text
+
+
+def test_a_full_disk_is_said_once(folder, monkeypatch, caplog):
+    monkeypatch.setattr(table, "_session", [])
+    monkeypatch.setattr(table, "append", Mock(side_effect=OSError(28, "No space left on device")))  # of an open file
+    assert not table.add([record()]) and not table.add([record(nth=8)])
+    assert caplog.text.count("tuned.jsonl (No space left on device); set W4GEMM_CACHE_DIR") == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -314,6 +315,21 @@ def test_a_compiling_process_that_ends_is_a_sentence(tmp_path, capsys, monkeypat
     monkeypatch.setattr("w4gemm.jit.pool._start", refuse)
     _, err = run(capsys, "compile", "--shapes", "64x64", "--m", "1", "-o", str(tmp_path / "kernels"), code=1)
     assert re.search(r"error: sm90_\S+\.o cannot be compiled: .* ended \(no more processes\)\n", err)
+
+
+@pytest.mark.parametrize("opened", ["TemporaryFile", "mkstemp"])
+def test_a_folder_or_disk_that_cannot_be_written(tmp_path, capsys, monkeypatch, opened):
+    """Without access before anything is compiled; a full disk at the first kernel."""
+    pytest.importorskip("cutlass")
+    asked = []
+    refusal = OSError(28, "No space left on device", f"{tmp_path}/kernels/.sm90_decode.o.x")
+    monkeypatch.setattr("w4gemm.jit.pool._start", lambda: subprocess.Popen(["true"]))
+    monkeypatch.setattr("w4gemm.jit.pool._end", lambda child: child.wait())
+    monkeypatch.setattr("w4gemm.jit.pool._ask", lambda child, unit: asked.append(unit) or (b"code", ""))
+    monkeypatch.setattr(f"w4gemm.jit.disk.tempfile.{opened}", Mock(side_effect=refusal))
+    _, err = run(capsys, "compile", "--shapes", "64x64", "--m", "1", "-o", str(tmp_path / "kernels"), code=1)
+    assert err.endswith(f"error: {tmp_path}/kernels: No space left on device\n")
+    assert len(asked) == (opened == "mkstemp")
 
 
 @pytest.mark.parametrize(

@@ -290,8 +290,9 @@ def add(records: Iterable[Record]) -> bool:
         trust.warn(str(e))
     except OSError as e:
         _session.extend(records)
-        said = "cannot keep tuned configs in %s (%s); set W4GEMM_CACHE_DIR to a folder that can"
-        _log.warning(said, path, system_reason(e))
+        # later records will fail alike: said once
+        reason = f"cannot keep tuned configs in {path} ({system_reason(e)})"
+        trust.warn(f"{reason}; set W4GEMM_CACHE_DIR to a folder that can")
     return False
 
 

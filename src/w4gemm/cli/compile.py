@@ -178,7 +178,9 @@ def fill(folder: Path, units: Collection[Unit], workers: int | None = None) -> i
     """
     environment.set_cache_dir(folder)
     trust.make_folder(folder, 0o755)
-    size = missing = 0
+    if any(disk.read(disk.entry_name(unit)) is None for unit in units):
+        disk.require_writable(folder)  # before minutes of compiling
+    size = 0
     with CompilePool(workers) as pool, progress_bar() as progress:
         for done, (unit, future) in enumerate(zip(units, pool.submit(units), strict=True)):
             progress(done, len(units), "compiling")
@@ -188,8 +190,7 @@ def fill(folder: Path, units: Collection[Unit], workers: int | None = None) -> i
             except RuntimeError as e:
                 raise UnsupportedError(f"{name} cannot be compiled: {e}") from e
             size += len(code)
-            # only this process logs why an object cannot be written
-            missing += disk.read(name) is None and not disk.write(name, code)
-    if missing:
-        raise OSError(f"{folder}: {missing} of {counted(len(units), 'kernel')} could not be stored")
+            # the child's error, if it could not write the object, comes here again
+            if disk.read(name) is None and not disk.store(folder, name, code):
+                raise OSError(f"{folder}: another process cleared it meanwhile")
     return size

@@ -92,8 +92,8 @@ _POINTER = b"version https://git-lfs"
 
 def system_reason(error: OSError) -> str:
     """Return what the operating system says of paths, without its [Errno ...]; else the error's own text."""
-    if not error.strerror or error.filename is None:
-        return str(error)
+    if not error.strerror or error.filename is None:  # None: of an open file
+        return error.strerror or str(error)
     names = (error.filename, error.filename2)
     paths = " -> ".join(os.fsdecode(name) if isinstance(name, bytes) else str(name) for name in names if name)
     return f"{paths}: {error.strerror}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import tempfile
 import threading
 import time
@@ -28,6 +29,8 @@ _SYMBOL = "w4gemm"
 _memory: dict[Unit, Callable[..., Any]] = {}
 # The DSL compiles in global state (options, the current kernel): one thread at a time.
 _lock = threading.RLock()
+# A fork waits for the thread that compiles: in the child that lock would stay locked, and the DSL's state half changed.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def compiled(unit: Unit) -> Callable[..., Any]:

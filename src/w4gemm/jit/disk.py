@@ -26,7 +26,7 @@ from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 from w4gemm.core import environment, trust
-from w4gemm.core.files import linux_says
+from w4gemm.core.files import linux_says, system_reason
 from w4gemm.jit import toolchain
 from w4gemm.jit.unit import Unit
 
@@ -125,26 +125,48 @@ def write(name: str, code: bytes) -> bool:
     folder = environment.cache_dir()
     if folder is None:
         return False
+    try:
+        return store(folder, name, code)
+    except trust.Untrusted as e:
+        trust.warn(str(e))
+    except OSError as e:
+        # later compilations of this process would fail alike: say it loudly only once
+        _warn_unwritable(str(folder), e.strerror if e.filename == str(folder) else system_reason(e))
+    return False
+
+
+def store(folder: Path, name: str, code: bytes) -> bool:
+    """Store an object or a library as ``name``; return False if another process has cleared the folder meanwhile.
+
+    Raises:
+        OSError: if it cannot be stored, as in a folder or on a disk that cannot be written; it names the folder.
+        Untrusted: if another user can put files there.
+    """
+    trust.make_folder(folder)
+    _delete_abandoned(folder)
     temporary = None
     try:
-        trust.make_folder(folder)
-        _delete_abandoned(folder)
         handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
         with os.fdopen(handle, "wb") as f:
             made_for = " ".join(processor()).encode()
             body = code + made_for + len(made_for).to_bytes(_SIZE, "little")
             f.write(body + hashlib.sha256(body).digest())
-        with contextlib.suppress(FileNotFoundError):  # another process has cleared the folder
+        with contextlib.suppress(FileNotFoundError):
             os.replace(temporary, folder / name)
             return True
-    except trust.Untrusted as e:
-        trust.warn(str(e))
     except OSError as e:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        # later compilations of this process would fail alike: say it loudly only once
-        _warn_unwritable(str(folder), str(e))
+        raise OSError(e.errno, e.strerror, str(folder)) from e
     return False
+
+
+def require_writable(folder: Path) -> None:
+    """Raise OSError, which names the folder, if this user may not write files there."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(folder)) from e
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 import struct
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
@@ -15,6 +16,10 @@ Run = Callable[[bytes], int]
 """A compiled function of packed arguments. Products of codes return the largest bit pattern of a result's magnitude in
 float32; those of numbers return 0, because a matmul's sums would not be finite either."""
 NEEDS = "llvmlite (pip install '.[cpu]') on a processor with AVX2 or of 64-bit Arm"
+
+
+_compiling = threading.RLock()
+"""Held while llvmlite compiles. A fork waits for it."""
 
 
 @functools.cache
@@ -28,6 +33,7 @@ def is_available() -> bool:
     return machine == "aarch64" or (machine == "x86_64" and has("avx2", "fma", "f16c"))
 
 
+@functools.cache
 def has(*features: str) -> bool:
     """True if this processor has LLVM's features of these names."""
     from llvmlite import binding
@@ -56,6 +62,11 @@ def packing(arguments: type[NamedTuple]) -> Callable[..., bytes]:
 def machine_code(program: Callable[..., str], *parameters: Hashable) -> Run:
     """Return the function of the module that ``program`` writes for the parameters. Its argument is int64 in a row, by
     :func:`packing`. Other Python threads run meanwhile."""
+    with _compiling:
+        return _machine_code(program(*parameters))
+
+
+def _machine_code(text: str) -> Run:
     from llvmlite import binding
 
     from w4gemm.kernels.cpu.builder import NAME
@@ -64,7 +75,7 @@ def machine_code(program: Callable[..., str], *parameters: Hashable) -> Run:
     binding.initialize_native_asmprinter()
     features = binding.get_host_cpu_features().flatten() + ",-prefer-256-bit"
     machine = binding.Target.from_default_triple().create_target_machine(binding.get_host_cpu_name(), features, opt=3)
-    module = binding.parse_assembly(program(*parameters))
+    module = binding.parse_assembly(text)
     passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
     passes.getModulePassManager().run(module, passes)
     engine = binding.create_mcjit_compiler(module, machine)
@@ -92,3 +103,5 @@ def run_all(run: Run, arguments: Sequence[bytes]) -> int:
 
 
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
+# and llvmlite's lock, if one of them compiled, would stay locked
+os.register_at_fork(before=_compiling.acquire, after_in_parent=_compiling.release, after_in_child=_compiling.release)
