@@ -138,8 +138,8 @@ class W4Experts(torch.nn.Module):
         dtype: dtype to advertise, as for :meth:`W4Linear.from_weight`; for weights that are not layers yet.
         activations: "fp8" or None for both products; "same" keeps each weight's.
         batch_invariant: True if the bits of a token's result must not depend on the other tokens, their experts or
-            their number. It is an attribute of the layer and of both products, and may be set later. Such a layer runs
-            in four launches, because the one launch divides its sums by the routing.
+            their number. It is an attribute of the layer and of both products, and may be set later. On Hopper such a
+            layer runs in one launch in int4 and MXFP4 alone, with up to 8 tokens.
 
     Raises:
         TypeError, ValueError: for weights without experts, or sizes that do not match each other and the activation.
