@@ -54,23 +54,12 @@ GROUPED = ExpertChoice(Router(3, "sigmoid", groups=4, top_groups=2, scale=2.5), 
 CHOOSING = replace(TINY, mapped=True, choice=GROUPED)
 SPLIT = spec_of(2, features=64, width=96, top_k=3, ctas=10, split=True, down_bias=True, down_scale=True)
 """Each strip of down is divided among two or three CTAs, of groups of two."""
+_OAI = {"format": "mxfp4", "activation": "swiglu_oai", "gate_up_bias": True, "down_bias": True, "ids": torch.int32}
+"""As gpt-oss' experts are."""
 FORMS: tuple[tuple[ExpertLayer, str], ...] = (
     (TINY, "int4_g128"),
     (CHOOSING, "int4_g128"),
-    (
-        spec_of(
-            8,
-            format="mxfp4",
-            activation="swiglu_oai",
-            features=128,
-            width=96,
-            ids=torch.int32,
-            mapped=True,
-            gate_up_bias=True,
-            down_bias=True,
-        ),
-        "mxfp4",
-    ),
+    (spec_of(8, features=128, width=96, mapped=True, **_OAI), "mxfp4"),
     (
         spec_of(
             2,
@@ -138,40 +127,14 @@ WIDE: tuple[tuple[ExpertLayer, str], ...] = (
     (spec_of(4, format="nvfp4", gate_up_bias=True, **_SIZES), "nvfp4"),
     (spec_of(8, format="nvfp4", dtype=torch.float16, **_SIZES | {"features": 704, "width": 1216}), "nvfp4"),
     (spec_of(8, in_order=True, **_IN_ORDER_SIZES), "int4_g128"),
-    (
-        spec_of(
-            2,
-            format="mxfp4",
-            activation="swiglu_oai",
-            gate_up_bias=True,
-            down_bias=True,
-            ids=torch.int32,
-            in_order=True,
-            **_IN_ORDER_SIZES,
-        ),
-        "mxfp4",
-    ),
+    (spec_of(2, in_order=True, **_OAI, **_IN_ORDER_SIZES), "mxfp4"),
 )
 """Larger forms, for a GPU. The first has a strip of down for each CTA of an H100, the second parts of strips, the third
 odd numbers of blocks along k in steps of two."""
 IN_ORDER: tuple[tuple[ExpertLayer, str], ...] = (
     (replace(TINY, in_order=True), "int4_g128"),
     (replace(CHOOSING, in_order=True), "int4_g128"),
-    (
-        spec_of(
-            8,
-            format="mxfp4",
-            activation="swiglu_oai",
-            features=192,
-            width=96,
-            ids=torch.int32,
-            mapped=True,
-            gate_up_bias=True,
-            down_bias=True,
-            in_order=True,
-        ),
-        "mxfp4",
-    ),
+    (spec_of(8, features=192, width=96, mapped=True, in_order=True, **_OAI), "mxfp4"),
 )
 """Forms whose sums are in order, for the emulator: other kernels are the faster ones for so small layers on a GPU."""
 

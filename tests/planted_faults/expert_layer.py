@@ -144,6 +144,13 @@ FAULTS = (
         _ONE_LAUNCH + "layers",
     ),
     Fault(
+        "an expert chosen twice counts twice by the weight of the first choice",
+        _EXPERT_LAYER,
+        "first, factor = c.firsts[choice], c.weights[choice]",
+        "first, factor = c.firsts[choice], c.weights[cutlass.max(c.firsts[choice], 0)]",
+        _ONE_LAUNCH + "sums_in_order",
+    ),
+    Fault(
         "weights are requested into a stage that lanes still read",
         _EXPERT_LAYER,
         "        cute.arch.sync_warp()\n        return self.requests.request(",

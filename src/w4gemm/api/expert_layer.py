@@ -152,7 +152,7 @@ def _adds_in_order(key: LayerKey, device: Device) -> bool:
     )
     for w, epilogue in zip((key.gate_up, key.down), epilogues, strict=True):
         problem = GemmProblem(0, w.n, w.k, key.dtype, w.format, w.layout, epilogue, device, True, w.experts)
-        if invariant_order(problem) != (Sm90MixedGemm.name, 1, 1, 0):
+        if invariant_order(problem) != Sm90MixedGemm.in_order():
             return False
     return True
 

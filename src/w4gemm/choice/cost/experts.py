@@ -33,7 +33,7 @@ _MOST_BYTES = 1500e6
 0.95 of the time, with the choice by logits 0.50 to 0.98, in NVFP4 five 0.42 to 0.89 (H200,
 bench/results/expert_layer.jsonl). DeepSeek-V3 and Kimi-K2 with eight tokens, the largest, took 0.91 and 0.94, with the
 choice 0.98 and 0.95."""
-_MOST_BYTES_IN_ORDER = 2000e6
+_MOST_BYTES_BY_TOKENS = 2000e6
 """Bytes of the chosen experts times tokens up to which one launch whose sums are in order was faster than four: 13 of
 16 points of four layers took 0.51 to 0.98 of the time, three with 3000e6 and more 1.03 to 1.11 (H200, 2026-12-01,
 bench/results/expert_layer.jsonl)."""
@@ -180,7 +180,7 @@ def one_launch_is_slower(layer: ExpertLayer, tokens: int, device: Device) -> str
     size = chosen * layer.expert_bytes
     if size > _MOST_BYTES:
         return f"with {size / 1e6:.0f} MB of weights, more than {_MOST_BYTES / 1e6:.0f}, four launches may be faster"
-    if layer.in_order and size * tokens > _MOST_BYTES_IN_ORDER:
+    if layer.in_order and size * tokens > _MOST_BYTES_BY_TOKENS:
         return f"with {size / 1e6:.0f} MB of weights and {tokens} tokens four batch-invariant launches are faster"
     us = size / (_BYTES_PER_US * device.bandwidth)
     if us > _MOST_US and device.name != H200.name:

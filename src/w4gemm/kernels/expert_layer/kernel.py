@@ -128,7 +128,6 @@ from w4gemm.ptx.memory import (
     load_matrix,
     load_shared,
     load_shared_f32x4,
-    shared_address,
     store_global,
     store_relaxed,
     store_release,
@@ -221,8 +220,8 @@ class ExpertLayerKernel:
             self.begin(t, memory.choices, cta, was, epoch, warp)
 
         stage, computed, ahead = Int32(0), cta, cute.make_rmem_tensor((8 if layer.shares_rows else 16,), Int32)
-        channels = cute.make_rmem_tensor((3 if layer.in_order else 2,), Float32)
-        channels.fill(1.0)
+        terms = cute.make_rmem_tensor((3 if layer.in_order else 2,), Float32)
+        terms.fill(1.0)
         while computed >= 0:
             if const_expr(layer.in_order):
                 cursor, stage = self.multiply_up_in_order(t, memory, share, cursor, stage, rank)
@@ -239,7 +238,7 @@ class ExpertLayerKernel:
                     behind = self.step_behind(share, down.slot, down.k_block)
                     second = self.rows_of(t, memory.choices, *behind, lane_again())
             if down.count > 0:
-                self.load_channels(t, memory.choices, share, down.slot, down.column, channels)
+                self.load_terms(t, memory.choices, share, down.slot, down.column, terms)
             if warp < layer.pollers:
                 memory.choices.shares[warp] = self.await_flags(flags, cta, epoch, warp, lane)
             else:
@@ -265,47 +264,15 @@ class ExpertLayerKernel:
                     cursor = self.requests.request(t, memory, share, cursor, at, rank)
             else:
                 computed = Int32(-1)
-        self.multiply_down(t, memory, share, down, ahead, channels, cursor, stage, rank)
+        self.multiply_down(t, memory, share, down, ahead, terms, cursor, stage, rank)
 
     def allocate(self, thread: Int32, warp: Int32) -> Memory:
         """Divide shared memory, and fill the decoder's table."""
-        layer, smem = self.layer, cutlass.memory.SmemAllocator()
-
-        def bytes_of(count: int) -> Int32:
-            return shared_address(smem.allocate_array(Int32, count // 4, byte_alignment=128))
-
-        def tensor(dtype: Any, count: int, align: int = 4) -> cute.Tensor:
-            return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=align)
-
-        x, partials = bytes_of(layer.tokens * layer.x_row_bytes), bytes_of(layer.partial_bytes)
-        stages = bytes_of(layer.warps * layer.warp_bytes)
-        table = Int32(0)
-        if layer.pairs is not None:
-            table = bytes_of(layer.decode_table_bytes)
-            self.decoder.fill_table(table, thread, layer.threads)
-            table = own_pairs(table, thread, layer.pairs)
-        count = layer.choices
-        numbers = tensor(Int32 if layer.in_order else Float32, count * layer.tokens)
-        experts = tensor(Int32, layer.tallies * count)
-        if layer.tallies > 1:
-            experts = cute.make_tensor(experts.iterator + warp * count, cute.make_layout(count))
-        choices = Choices(
-            tensor(Int32, -(-count // 4) * 4, 16),
-            tensor(Float32, count),
-            tensor(Int32, -(-layer.experts // 32)),
-            experts,
-            tensor(Int32, count),
-            numbers,
-            numbers,
-            tensor(Int32, count) if layer.in_order else experts,
-            tensor(Float32, count * layer.tokens) if layer.down_scale and not layer.in_order else numbers,
-            tensor(Float32, layer.bias_floats, 16) if layer.bias_floats else numbers,
-            tensor(Int32, layer.pollers),
-            tensor(Int32, 1),
-        )
-        stages += warp * layer.warp_bytes
-        rows = stages + layer.num_stages * layer.stage_bytes if layer.shares_rows else Int32(0)
-        return Memory(x, partials, stages, rows, table, choices)
+        layer, memory = self.layer, Memory.allocated(self.layer, warp)
+        if layer.pairs is None:
+            return memory
+        self.decoder.fill_table(memory.table, thread, layer.threads)
+        return memory._replace(table=own_pairs(memory.table, thread, layer.pairs))
 
     # ------------------------------------------------------------------------------------------------------ x, shares
 
@@ -680,7 +647,7 @@ class ExpertLayerKernel:
         share: Share,
         down: Down,
         ahead: cute.Tensor,
-        channels: cute.Tensor,
+        terms: cute.Tensor,
         cursor: Cursor,
         stage: Int32,
         rank: Int32,
@@ -731,9 +698,9 @@ class ExpertLayerKernel:
             stage = self.next_stage(stage)
             if expert_done or last:
                 if const_expr(layer.in_order):
-                    self.store_down(acc, c, memory.partials, column, was, channels)
+                    self.store_down(acc, c, memory.partials, column, was, terms)
                 else:
-                    self.add_expert(acc, c, was, channels, totals)
+                    self.add_expert(acc, c, was, terms, totals)
                 acc.fill(0.0)
             if column_done or last:
                 if const_expr(not layer.in_order):
@@ -742,13 +709,13 @@ class ExpertLayerKernel:
                 column += 1
             if const_expr(layer.weight.channels or layer.in_order):
                 if expert_done and not last:
-                    self.load_channels(t, c, share, slot, column, channels)
+                    self.load_terms(t, c, share, slot, column, terms)
         groups = self.shares.groups_of(share, self.place_of(cute.arch.thread_idx()[0]).unit)
         cute.arch.sync_threads()
         self.store_sums(t, c, share, own, groups)
 
     @cute.jit
-    def add_expert(self, acc: cute.Tensor, c: Choices, slot: Int32, channels: cute.Tensor, totals: cute.Tensor) -> None:
+    def add_expert(self, acc: cute.Tensor, c: Choices, slot: Int32, terms: cute.Tensor, totals: cute.Tensor) -> None:
         """Add what a warp has of an expert's strip of down to its sums over experts."""
         layer, lane = self.layer, cute.arch.lane_idx()
         for j in cutlass.range_constexpr(4):
@@ -756,7 +723,7 @@ class ExpertLayerKernel:
             if token < layer.tokens and (const_expr(layer.alone) or (c.masks[slot] >> token) & 1 != 0):
                 factor = c.scaled[slot * layer.tokens + token]
                 if const_expr(layer.weight.channels):
-                    factor *= channels[j // 2]
+                    factor *= terms[j // 2]
                 totals[j] = fma(factor, acc[j], totals[j])
 
     @cute.jit
@@ -764,7 +731,7 @@ class ExpertLayerKernel:
         self, acc: cute.Tensor, c: Choices, rows: Int32, column: Int32, slot: Int32, terms: cute.Tensor
     ) -> None:
         """Store an expert's strip of down for the tokens that chose it, each at its first choice. terms: what
-        :meth:`load_channels` loads."""
+        :meth:`load_terms` loads."""
         layer, lane = self.layer, cute.arch.lane_idx()
         scale = terms[2] if layer.down_scale else None
         for j in cutlass.range_constexpr(4):
@@ -775,9 +742,7 @@ class ExpertLayerKernel:
                 store_shared_f32(rows + ((column * layer.choices + choice) * STRIP_N + row) * 4, value)
 
     @cute.jit
-    def load_channels(
-        self, t: Tensors, c: Choices, share: Share, slot: Int32, column: Int32, channels: cute.Tensor
-    ) -> None:
+    def load_terms(self, t: Tensors, c: Choices, share: Share, slot: Int32, column: Int32, terms: cute.Tensor) -> None:
         """Load the scales of a lane's rows, g and g + 8, of an expert's strip of down; if sums are in order, the biases
         of the rows and the expert's scale."""
         if const_expr(self.layer.in_order):
@@ -785,14 +750,14 @@ class ExpertLayerKernel:
             if const_expr(self.layer.down_bias):
                 feature = (share.column + column * self.shares.column_stride) * STRIP_N + cute.arch.lane_idx() // 4
                 for j in cutlass.range_constexpr(2):
-                    channels[j] = Float32(t.down_bias[expert, feature + j * 8])
+                    terms[j] = Float32(t.down_bias[expert, feature + j * 8])
             if const_expr(self.layer.down_scale):
-                channels[2] = t.down_scale[expert]
+                terms[2] = t.down_scale[expert]
         if const_expr(self.layer.weight.channels):
             row = (share.column + column * self.shares.column_stride) * STRIP_N + cute.arch.lane_idx() // 4
             at = t.down_channels.iterator.toint() + (Int64(c.experts[slot]) * self.layer.features + row) * 4
             for j in cutlass.range_constexpr(2):
-                channels[j] = to_float("f32", load_global(at + j * 32, 1, Boolean(True))[0])
+                terms[j] = to_float("f32", load_global(at + j * 32, 1, Boolean(True))[0])
 
     def rows_of(self, t: Tensors, c: Choices, slot: Int32, k_block: Int32, lane: Int32) -> HiddenRows:
         """What a lane loads of a k block of a slot's rows; of a step's, if lanes share them."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+
+from w4gemm.kernels.expert_layer.spec import ExpertLayer
+from w4gemm.ptx.memory import shared_address
 
 
 class Tensors(NamedTuple):
@@ -109,8 +113,44 @@ class Memory(NamedTuple):
     rows: Int32
     """Of this warp: what lanes share of an activated row."""
     table: Int32
-    """This thread's copies of the decoder's table."""
+    """The decoder's table; once it is filled, this thread's copies."""
     choices: Choices
+
+    @classmethod
+    def allocated(cls, layer: ExpertLayer, warp: Int32) -> Memory:
+        """Divide the CTA's shared memory, whose bytes ``layer`` counts."""
+        smem, count = cutlass.memory.SmemAllocator(), layer.choices
+
+        def bytes_of(size: int) -> Int32:
+            return shared_address(smem.allocate_array(Int32, size // 4, byte_alignment=128))
+
+        def tensor(dtype: Any, size: int, align: int = 4) -> cute.Tensor:
+            return smem.allocate_tensor(dtype, cute.make_layout(size), byte_alignment=align)
+
+        x, partials = bytes_of(layer.tokens * layer.x_row_bytes), bytes_of(layer.partial_bytes)
+        stages = bytes_of(layer.warps * layer.warp_bytes)
+        table = Int32(0) if layer.pairs is None else bytes_of(layer.decode_table_bytes)
+        numbers = tensor(Int32 if layer.in_order else Float32, count * layer.tokens)
+        experts = tensor(Int32, layer.tallies * count)
+        if layer.tallies > 1:
+            experts = cute.make_tensor(experts.iterator + warp * count, cute.make_layout(count))
+        choices = Choices(
+            ids=tensor(Int32, -(-count // 4) * 4, 16),
+            weights=tensor(Float32, count),
+            present=tensor(Int32, -(-layer.experts // 32)),
+            experts=experts,
+            masks=tensor(Int32, count),
+            factors=numbers,
+            places=numbers,
+            firsts=tensor(Int32, count) if layer.in_order else experts,
+            scaled=tensor(Float32, count * layer.tokens) if layer.down_scale and not layer.in_order else numbers,
+            biases=tensor(Float32, layer.bias_floats, 16) if layer.bias_floats else numbers,
+            shares=tensor(Int32, layer.pollers),
+            owned=tensor(Int32, 1),
+        )
+        stages += warp * layer.warp_bytes
+        rows = stages + layer.num_stages * layer.stage_bytes if layer.shares_rows else Int32(0)
+        return cls(x, partials, stages, rows, table, choices)
 
 
 class Division(NamedTuple):

@@ -78,6 +78,11 @@ class Sm90MixedGemm(HopperKernel):
             excluding.append(Exclusion("unlisted", "pairs", listed))
         return excluding
 
+    @classmethod
+    def in_order(cls) -> Hashable:
+        """Return the order of additions of one set on all of k: steps of 16 columns, one after the other."""
+        return cls.name, 1, 1, 0
+
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """One set on all of k adds up steps of 16 in order: tiles, cluster, schedule and stages do not matter. Several
         sets or CTAs cut k at multiples of tile_k; a stream or a chain cuts it where the number of tiles says."""
@@ -88,4 +93,4 @@ class Sm90MixedGemm(HopperKernel):
             return orders.pop() if len(orders) == 1 else None
         sets = Sm90MixedVariant.of(problem, config).k_sets
         alone = sets == 1 and config.split_k == 1
-        return self.name, sets, config.split_k, 0 if alone else config.tile_k
+        return self.in_order() if alone else (self.name, sets, config.split_k, config.tile_k)
