@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import os
 import re
 import time
 from collections import defaultdict
@@ -79,7 +80,16 @@ def _prefix(name: str) -> str:
 def errors(model: torch.nn.Module, folder: Path) -> Row:
     """Return the largest relative error of linear layers' products, and of expert layers' results, in the first two
     decoder layers, beside those of the checkpoint's numbers in float32."""
-    checkpoint, largest = open_checkpoint(folder), dict[str, float]()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)  # vLLM leaves one, which takes a minute for DeepSeek-V3's experts
+    try:
+        return _errors(model, open_checkpoint(folder))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _errors(model: torch.nn.Module, checkpoint: Checkpoint) -> Row:
+    largest = dict[str, float]()
     linear, experts = layers_of(model)
     for kind, layers, results in (("linear_error", linear, _linear), ("experts_error", experts, _experts)):
         for name, module in _all({i: layers[i] for i in sorted(layers)[:2]}):
