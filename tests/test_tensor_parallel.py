@@ -23,6 +23,10 @@ FORMAT = "int4_g16"
 """Dense layers are quantized to it; its groups divide the halves of every k, which each process rounds by itself."""
 
 
+def skip_of(folder: Path) -> tuple[str, ...]:
+    return () if folder.name == "tied" else ("lm_head",)
+
+
 def block() -> torch.nn.Module:
     """k of down is 96 in groups of 64, so that its halves divide a group."""
     torch.manual_seed(0)
@@ -77,7 +81,7 @@ def dense_layers(folders: Folders) -> None:
     from w4gemm.integrations.transformers import W4GemmConfig
 
     for folder, logits in folders.items():
-        config, split = W4GemmConfig(FORMAT), DistributedConfig(tp_size=PROCESSES)
+        config, split = W4GemmConfig(FORMAT, skip=skip_of(folder)), DistributedConfig(tp_size=PROCESSES)
         model = AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=config, dtype=torch.float32, distributed_config=split
         )
@@ -192,7 +196,7 @@ def test_styles_of_torch() -> None:
 
 def test_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     import test_awq
     import test_compressed_tensors
@@ -210,15 +214,18 @@ def test_transformers(tmp_path: Path) -> None:
     scaled = test_modelopt.int4(("w1", "w2", "w3", "o_proj"))
     write_model(mixtures[3], test_modelopt.INT4, scaled, ("lm_head", "gate"), "mixtral")
     expected_of_mixtures = {folder: test_mixtures.logits_of(folder, IDS) for folder in mixtures}
-    folders = [tmp_path / name for name in ("gptq", "awq", "compressed-tensors", "dense", "fp8 and nvfp4")]
+    folders = [tmp_path / name for name in ("gptq", "awq", "compressed-tensors", "dense", "fp8 and nvfp4", "tied")]
     write_model(folders[0], test_gptq.CONFIG | {"sym": False}, test_gptq.writer(-1, zeros=(1, 15)))
     write_model(folders[1], test_awq.CONFIG, test_awq.writer(zeros=(0, 15)))
     write_model(folders[2], test_compressed_tensors.config(), test_compressed_tensors.writer())
     write_dense(folders[3], "qwen2")
     test_modelopt.write_mix(folders[4])
+    sizes = {"vocab_size": 260, "tie_word_embeddings": True}
+    tied = AutoConfig.from_pretrained(write_dense(folders[5], "llama"), **sizes)
+    AutoModelForCausalLM.from_config(tied).save_pretrained(folders[5])
     expected = {}
     for folder in folders:
-        config = W4GemmConfig(FORMAT)
+        config = W4GemmConfig(FORMAT, skip=skip_of(folder))
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
         with torch.inference_mode():
             expected[folder] = model(IDS).logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SKIP = ("lm_head",)
-"""Names of the layers that stay dense unless asked for."""
+"""Names of the layers that stay dense unless asked for. This one is that of a language model's head, whatever it is
+called in the model."""
 _PLAIN = ("FalconLinear",)
 """Subclasses of nn.Linear with a forward of their own that computes the same."""
 _MULTIPLIED_BY_MODEL = {
@@ -122,16 +124,28 @@ def _is_multiplied_by_model(model: nn.Module, name: str) -> bool:
 
 def layers_to_quantize(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
     """Return those of :func:`linear_layers` that a dense model is quantized in: without routers, which decide more
-    than they compute, and without heads of a task, such as a classifier: both lose more in 4 bits than they save. Of a
-    model that reads images or sounds too, they are the language model's."""
+    than they compute, and without heads of a task, such as a classifier: both lose more in 4 bits than they save; and
+    without what its class keeps in float32. A language model's head is left out, whatever its name, if ``skip`` has
+    "lm_head", or if the model computes something else once it is not tied to the embedding. Of a model that reads
+    images or sounds too, they are the language model's."""
     config = getattr(model, "config", None)
     layers = {name: layer for name, layer in linear_layers(model, skip).items() if not _is_router(name, layer, config)}
     if not hasattr(model, "base_model"):
         return layers
     pretrained: Any = model
     language = pretrained.get_decoder() if hasattr(config, "text_config") else pretrained.base_model
-    inside = {id(module) for module in (*language.modules(), pretrained.get_output_embeddings())}
-    return {name: layer for name, layer in layers.items() if id(layer) in inside}
+    head = pretrained.get_output_embeddings()
+    inside = {id(module) for module in (*language.modules(), head)}
+    if set(SKIP) <= set(skip) or _has_to_be_tied(pretrained):
+        inside.remove(id(head))
+    in_float32 = [re.escape(name) for name in pretrained._keep_in_fp32_modules or ()]
+    return {name: layer for name, layer in layers.items() if id(layer) in inside and not is_skipped(name, in_float32)}
+
+
+def _has_to_be_tied(model: PreTrainedModel) -> bool:
+    """True for a model whose head gets its input scaled if the config ties it (Switch Transformers, UDOP)."""
+    forward = inspect.unwrap(type(model).forward)
+    return getattr(model.config, "tie_word_embeddings", False) and "tie_word_embeddings" in forward.__code__.co_names
 
 
 def _is_router(name: str, layer: nn.Linear, config: Any) -> bool:

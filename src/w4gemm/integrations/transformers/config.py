@@ -33,8 +33,7 @@ class W4GemmConfig(QuantizationConfigMixin):
             common one, by its :func:`w4gemm.weights.file.format_name`.
         activations: "fp8" if every quantized layer quantizes x (W4A8); None for what the checkpoint says.
         skip: names of a dense model's layers and experts that stay dense, as for :func:`quantize_layers`; "lm_head" if
-            not given. ``from_pretrained`` raises ValueError for one that nothing
-            has, except "lm_head".
+            not given. ``from_pretrained`` raises ValueError for one that nothing has, except "lm_head".
         modules: of a loaded model: the formats of layers with another one.
         tied: of a loaded model: its embeddings that read the packed weight of a head, and the heads.
 

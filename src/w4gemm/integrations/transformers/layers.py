@@ -92,9 +92,9 @@ def quantize_layers(
         search: as for :func:`w4gemm.quantize`.
         skip: names of layers and experts that stay dense, or of modules that they are in: whole ("model.layers.0"),
             last parts ("down_proj", "mlp.down_proj"), or regular expressions of these. Each has to be one of some layer
-            or experts, except "lm_head". Experts stay dense as a whole if it names them ("experts") or a product
-            ("down_proj"). A head that has another name, such as Whisper's "proj_out", or that is tied and not named,
-            is quantized like any layer; ``from_pretrained`` leaves both dense.
+            or experts, except "lm_head", which is a language model's head, whatever its name. Experts stay dense as a
+            whole if it names them ("experts") or a product ("down_proj"). Without "lm_head" a head is quantized too;
+            if it is tied to the embedding, that stays dense, and the two are tied no more.
         progress: called as ``progress(layers done, layers, "quantizing")``.
 
     Returns:

@@ -11,7 +11,6 @@ Importing this file registers it for the method "w4gemm". transformers 5.17 to 5
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,16 +22,14 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 from transformers.core_model_loading import ConversionOps, WeightRenaming
-from transformers.modeling_utils import load_state_dict
 from transformers.quantizers import HfQuantizer, register_quantizer
-from transformers.quantizers.base import get_keys_to_not_convert
 
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule, check_dtype
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
-from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model
-from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, is_skipped
+from w4gemm.checkpoints.account import folder_model
+from w4gemm.checkpoints.dense import SKIP, is_skipped
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
 from w4gemm.checkpoints.hugging_face import (
     check_index,
@@ -40,11 +37,9 @@ from w4gemm.checkpoints.hugging_face import (
     making,
     part_tied,
     quantization_config,
-    read_header,
 )
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import METHOD, settings
-from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import Device
 from w4gemm.core.words import listed
 from w4gemm.integrations.decoder import decode_by_graph
@@ -53,13 +48,12 @@ from w4gemm.integrations.transformers.awaited import (
     AwaitedDenseExperts,
     AwaitedLinear,
     finish,
-    put_experts,
 )
 from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.dequantize import DenseExperts, dequantize_layers
 from w4gemm.integrations.transformers.embeddings import Packed, tied_to_heads
-from w4gemm.integrations.transformers.layers import nothing_to_quantize, to_quantize
 from w4gemm.integrations.transformers.places import Placement, dtype_of, untie
+from w4gemm.integrations.transformers.rounding import Rounding
 from w4gemm.integrations.transformers.saving import (
     alarm_of,
     compressed_tensors,
@@ -68,9 +62,8 @@ from w4gemm.integrations.transformers.saving import (
     refuse_what_no_folder_holds,
     with_own_memory,
 )
-from w4gemm.integrations.transformers.sharding import Local, fill, whole_tensors
+from w4gemm.integrations.transformers.sharding import fill, whole_tensors
 from w4gemm.integrations.wrapping import wrap
-from w4gemm.weights.file import parse_format_name
 from w4gemm.weights.weight import QuantizedWeight
 
 _log = logging.getLogger("w4gemm")
@@ -127,6 +120,7 @@ class W4GemmQuantizer(HfQuantizer):
         self._alone = True
         """True if the model is to run in one process on one device."""
         self._placement: Placement | None = None
+        self._rounding: Rounding | None = None
         self._rounded: set[str] = set()
         self._ignored: tuple[Any, Any] = (None, None)
         self._sharded = False
@@ -181,11 +175,8 @@ class W4GemmQuantizer(HfQuantizer):
     def _reserve(self, model: PreTrainedModel, folder: Path, rules: list[Any]) -> None:
         """Replace the layers whose weights are to come, once each tensor of the folder has its place."""
         if quantization_config(folder) is None:
-            check_dense(folder)
-            account = _account_of_dense(model, folder, self._files, rules)
-            self._await_dense(model, account.new)
-            rounded = set(self._weights_to_round(model))
-            self._rounded = {r.targets[0] for r in account.recipes if not rounded.isdisjoint(r.targets)}
+            self._rounding = Rounding(model, self.quantization_config, folder, self._files, rules)
+            self._rounded = self._rounding.parameters
             return
         checkpoint = open_checkpoint(folder)
         check_files(checkpoint, [Path(file).name for file in self._files])
@@ -217,32 +208,6 @@ class W4GemmQuantizer(HfQuantizer):
             if any(re.fullmatch(experts, n) for n, m in model.named_modules() if isinstance(m, W4Experts)):
                 del plan[name]
 
-    def _await_dense(self, model: PreTrainedModel, new: Collection[str]) -> None:
-        """Replace the layers to quantize, but those whose weights are ``new``."""
-        config = self.quantization_config
-        format = None if config.format is None else parse_format_name(config.format)[0]
-        kept = {*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())}
-        if not set(SKIP) <= set(config.skip):
-            tied, head = itertools.chain(*model.all_tied_weights_keys.items()), model.get_output_embeddings()
-            kept -= {name for name, m in model.named_modules() if m is head} - {t.removesuffix(".weight") for t in tied}
-        layers, experts = to_quantize(model, tuple(config.skip))
-        stay = {name for name in layers if name in kept or kept & {*name.split(".")} or f"{name}.weight" in new}
-        if not layers.keys() - stay and not experts:
-            raise nothing_to_quantize(model)
-        for name, layer in layers.items():
-            if name not in stay:
-                model.set_submodule(name, AwaitedDense(layer, format or default_format(layer.in_features)))
-        for owner, products in experts.items():
-            put_experts(model, owner, AwaitedDenseExperts(model.get_submodule(owner), model.config, products, format))
-
-    @staticmethod
-    def _weights_to_round(model: PreTrainedModel) -> Iterator[str]:
-        for name, layer in model.named_modules():
-            if isinstance(layer, AwaitedDense):
-                yield f"{name}.weight"
-            elif isinstance(layer, AwaitedDenseExperts):
-                yield from (f"{name}.{leaf}" for leaf in layer.products)
-
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         return param_name in self._rounded
 
@@ -263,13 +228,8 @@ class W4GemmQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         self._sharded = (getattr(model, "tp_size", None) or 1) > 1
         activations, placement = self.quantization_config.activations, self._placement
-        for name, layer in list(model.named_modules()):
-            if isinstance(layer, AwaitedDenseExperts):
-                layer.fill(activations)
-            elif isinstance(layer, AwaitedDense):
-                if layer.quantized is None:
-                    raise FormatError(f"{model.name_or_path}: no tensor for {name}.weight")
-                layer.fill(Local(layer.quantized), activations)
+        if self._rounding is not None:
+            self._rounding.finish()
         if placement is not None:
             for recipe in placement.filled_here:  # dense parameters that the folder has packed, or in fp8
                 device = model.get_parameter_or_buffer(recipe.targets[0]).device
@@ -286,7 +246,7 @@ class W4GemmQuantizer(HfQuantizer):
             if without_effect := sorted(one for one in skip if any(is_skipped(name, [one]) for name in packed)):
                 said = "%s: %s stay as the folder has them; skip of W4GemmConfig is for dense models"
                 _log.warning(said, model.name_or_path, listed(without_effect))
-        self._placement = None
+        self._placement = self._rounding = None
         finish(model)
         describe(model)
         decode_by_graph(model)
@@ -360,18 +320,6 @@ def _on_one_device(device_map: Any) -> bool:
     if isinstance(device_map, dict):
         return len({str(device) for device in device_map.values()}) == 1
     return device_map is None or torch.cuda.device_count() < 2
-
-
-def _account_of_dense(model: PreTrainedModel, folder: Path, files: list[str], rules: list[Any]) -> Account:
-    """Return where the tensors of a dense folder go, which transformers loads."""
-    stored: dict[str, Stored] = {}
-    for file in files:
-        if file.endswith(".safetensors"):
-            stored |= {name: Stored(info.shape, info.dtype) for name, info in read_header(Path(file)).items()}
-        else:
-            tensors = load_state_dict(file, map_location="meta")
-            stored |= {name: Stored(tuple(t.shape)) for name, t in tensors.items()}
-    return Account(folder, model, Naming(model, rules), stored, folder_model=lambda: folder_model(folder))
 
 
 def check_files(checkpoint: Checkpoint, chosen: Sequence[str]) -> None:

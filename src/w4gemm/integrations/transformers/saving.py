@@ -95,11 +95,15 @@ def compressed_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor],
 
 
 def outline_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a dense model of the same config, without numbers: of the names that its parameters have."""
+    """Return a dense model of the same config, without numbers: of its parameters' names, also in files."""
     config = copy.deepcopy(model.config)
     config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
-        return type(model)(config)
+        outline = type(model)(config)
+    # a model saves by the rules that its own files needed: a head that they tie has the model's name then
+    if (rules := getattr(model, "_weight_conversions", None)) is not None:
+        outline._weight_conversions = rules
+    return outline
 
 
 def refuse_what_no_folder_holds(model: PreTrainedModel) -> None:
