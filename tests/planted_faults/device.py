@@ -53,7 +53,7 @@ FAULTS = (
     ),
     Fault(
         "sums are scaled by the level of a word's first group",
-        _SM90 + "mainloop.py",
+        _SM90 + "promotion.py",
         "factors = list(self.decoder.scales(words, field))",
         "factors = list(self.decoder.scales(words))",
         "tests/test_emulated_kernels.py --every-case -k coop_k2-iq4_g32_s8x256",

@@ -9,6 +9,7 @@ features. The files, in the order in which a tile's data passes them:
     cluster_sums.py     SplitKReduction and ChainSum, sums over a cluster
     values.py           what passes between the consumers' files
     mainloop.py         Mainloop: from a stage into registers, decode, WGMMA, release
+    promotion.py        PromotingMainloop: the same, with sums that are scaled
     shared_levels.py    SharedLevels: scales of two levels, which a warp's lanes prepare for one another
     epilogue.py         EpilogueStore: from sums to rows of d
     tile_scheduler.py   which tiles a CTA has, read by all of them
@@ -170,6 +171,7 @@ from w4gemm.kernels.sm90_mixed_gemm.cluster_sums import Handover
 from w4gemm.kernels.sm90_mixed_gemm.consumer import Consumer, ConsumerMemory
 from w4gemm.kernels.sm90_mixed_gemm.epilogue import EpilogueStore, TmaStore
 from w4gemm.kernels.sm90_mixed_gemm.mainloop import Mainloop
+from w4gemm.kernels.sm90_mixed_gemm.promotion import PromotingMainloop
 from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import (
     ClusterCoord,
     Pipeline,
@@ -261,7 +263,8 @@ class Sm90MixedGemmKernel:
         )
         self.scheduler = TileScheduler(variant, part=part)
         self.producer = Producer(variant, self.scheduler)
-        self.consumer = Consumer(variant, self.scheduler, Mainloop(variant, self.scheduler, decoder), epilogue)
+        loop = PromotingMainloop if variant.promotes else Mainloop
+        self.consumer = Consumer(variant, self.scheduler, loop(variant, self.scheduler, decoder), epilogue)
 
     @cute.jit
     def __call__(self, args: Arguments, stream: Any):
