@@ -155,3 +155,22 @@ def test_what_is_to_be_installed_exists() -> None:
         for extras in re.findall(r"'\.\[([\w,]+)\]'", command):
             assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"]), (path, command)
         assert not re.match(r"['\"]?w4gemm\b", command), (path, command)
+
+
+def test_what_a_command_needs_for_a_dense_folder_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the extra hf they said "No module named 'transformers'" alone."""
+    pytest.importorskip("transformers")
+    from tiny_model import write_dense
+    from w4gemm.cli.__main__ import main
+    from w4gemm.integrations.transformers import load
+
+    folder = str(write_dense(tmp_path / "dense"))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    message = "models need transformers and gguf: pip install '.[hf]' in a clone of w4gemm ("
+    for arguments in (["inspect", folder], ["convert", folder, f"{tmp_path}/out"], ["tune", "--model", folder]):
+        assert main(arguments) == 1
+        assert f"w4gemm: error: {message}" in capsys.readouterr().err
+    with pytest.raises(ImportError, match=re.escape(message)):
+        load(folder)

@@ -205,10 +205,19 @@ making = threading.RLock()
 """Held by the one thread that makes a model, config or tokenizer of transformers."""
 
 
+def require_transformers() -> None:
+    """Raise ImportError if transformers is not installed, with the words that install it."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError as e:
+        raise ImportError(f"models need transformers and gguf: pip install '.[hf]' in a clone of w4gemm ({e})") from e
+
+
 @contextmanager
 def transformers_makes(product: str, path: Path) -> Iterator[None]:
     """Let transformers make a ``product`` of ``path``, in one thread at a time: it changes PyTorch's default dtype and
     its own functions meanwhile, for all threads. Its errors for a damaged config or tokenizer become a FormatError."""
+    require_transformers()
     try:
         with making:
             yield

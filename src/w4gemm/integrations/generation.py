@@ -23,6 +23,7 @@ from w4gemm import choice
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
+from w4gemm.checkpoints.hugging_face import require_transformers
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import FormatError
 from w4gemm.core.words import printable
@@ -181,11 +182,10 @@ def quiet_transformers() -> None:
     Raises:
         ImportError: if transformers is not installed.
     """
-    try:
-        from huggingface_hub.utils import disable_progress_bars
-        from transformers.utils import logging
-    except ImportError as e:
-        raise ImportError(f"models need transformers and gguf: pip install '.[hf]' in a clone of w4gemm ({e})") from e
+    require_transformers()
+    from huggingface_hub.utils import disable_progress_bars
+    from transformers.utils import logging
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     disable_progress_bars()

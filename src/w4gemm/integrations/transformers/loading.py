@@ -22,7 +22,14 @@ from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Recipe, folder_model
 from w4gemm.checkpoints.base import Renamed
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
-from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, refuse_adapter, transformers_makes
+from w4gemm.checkpoints.hugging_face import (
+    AS_IT_IS,
+    is_model,
+    model_class,
+    refuse_adapter,
+    require_transformers,
+    transformers_makes,
+)
 from w4gemm.core.errors import FormatError, device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
@@ -67,7 +74,9 @@ def load(
         FormatError: if it is damaged, holds no model, or one of an unknown architecture; if a parameter of the model
             has no tensor, or a tensor no parameter, before any number is read.
         TypeError, ValueError: for a dtype or a format that there is not.
+        ImportError: if transformers is not installed.
     """
+    require_transformers()
     from w4gemm.integrations.transformers.quantizer import describe
 
     device = device_here(device)
