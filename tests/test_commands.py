@@ -81,6 +81,9 @@ FAILURES = (
             "--output: wanted a folder, which is made if needed, got the file '",
         ),
         ("convert {file} {file}", "OUTPUT: wanted a folder, which is made if needed, got the file '"),
+        ("convert {file} {file}/x/y", "OUTPUT: wanted a folder, which is made if needed, got the file '"),
+        ("compile --shapes 64x64 --m 1 -o {link}", "--output: wanted a folder, which is made if needed, got the link"),
+        (f"tune --shapes 64x64 --m 1,{2**31}", f"--m: wanted numbers of at most {2**31 - 1}, got '{2**31}'"),
         ("cache export {file}/x", "/file/x: Not a directory"),
         ("cache export {file}/..", "/file/..: Not a directory"),
         ("cache import {binary}", "FILE: wanted a text file in UTF-8, got '"),
@@ -135,7 +138,8 @@ def test_mistakes_are_sentences(capsys, tmp_path, arguments, message):
     (tmp_path / "file").write_text("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     os.mkfifo(tmp_path / "pipe")
-    words = shlex.split(arguments.format(**{name: tmp_path / name for name in ("file", "binary", "pipe")}))
+    (tmp_path / "link").symlink_to("nowhere")
+    words = shlex.split(arguments.format(**{name: tmp_path / name for name in ("file", "binary", "pipe", "link")}))
     code = 1 if any(each in message for each in FAILURES) else 2
     _, err = run(capsys, *words, code=code)
     last = err.splitlines()[-1]

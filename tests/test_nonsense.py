@@ -13,7 +13,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import w4gemm
 from fuzz import nonsense
-from w4gemm.integrations.transformers.layers import quantize_layers
+from w4gemm.integrations import transformers as models
+from w4gemm.integrations.data_parallel import leave_out_packed
+from w4gemm.integrations.decoder import decode_by_graph
+from w4gemm.integrations.transformers.layers import quantize_layers, summarize
 
 ONE_IN = 4
 
@@ -99,3 +102,62 @@ def test_a_trace_of_torch_fx():
     x = torch.randn(3, 64)
     traced = torch.fx.GraphModule(layers, Tracer().trace(layers))
     assert torch.equal(traced(x), layers(x))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: summarize("MODEL"), TypeError, "model: wanted a torch.nn.Module, got str"),
+        (lambda: leave_out_packed(None), TypeError, "model: wanted a torch.nn.Module, got NoneType"),
+        (
+            lambda: models.describe(torch.nn.Sequential()),
+            TypeError,
+            "model: wanted a model of transformers, got Sequential",
+        ),
+        (
+            lambda: models.dequantize_embedding(torch.nn.Sequential()),
+            TypeError,
+            "model: wanted a model of transformers, got",
+        ),
+        (lambda: decode_by_graph("MODEL"), TypeError, "model: wanted a model of transformers, got str"),
+        (
+            lambda: models.load("MODEL", progress="tqdm"),
+            TypeError,
+            "progress: wanted a function of two ints and a string or",
+        ),
+        (
+            lambda: models.W4GemmConfig(modules=["mlp"]),
+            TypeError,
+            "modules: wanted a dict of strings or None, got ['mlp']",
+        ),
+        (
+            lambda: models.W4GemmConfig(tied={"embedding": 3}),
+            TypeError,
+            "tied: wanted a dict of strings or None, got {'e",
+        ),
+        (lambda: w4gemm.W4Embedding(48, 64, 48), ValueError, "padding_idx: wanted an int of at most 47, got 48"),
+    ],
+)
+def test_arguments_around_models(call, error, words):
+    """They ended in the words of an AttributeError, or were taken."""
+    pytest.importorskip("transformers")
+    with pytest.raises(error, match=re.escape(words)):
+        call()
+
+
+def test_a_wrong_argument_leaves_the_model_as_it_was():
+    """A progress that is no function was called once the first layer was quantized."""
+    for wrong in ({"progress": 3}, {"search": "yes"}):
+        layers = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        with pytest.raises(TypeError, match=f"^{next(iter(wrong))}: wanted"):
+            quantize_layers(layers, **wrong)
+        assert type(layers[0]) is torch.nn.Linear
+
+
+def test_the_name_of_a_weight_to_skip():
+    with pytest.raises(ValueError, match="got 'mlp.down.weight'; nearest is 'down'"):
+        quantize_layers(torch.nn.ModuleDict({"down": torch.nn.Linear(64, 64)}), skip=("mlp.down.weight",))
+
+
+def test_padding_from_the_last_row_on():
+    assert w4gemm.W4Embedding(48, 64, -1).padding_idx == torch.nn.Embedding(48, 64, -1).padding_idx == 47

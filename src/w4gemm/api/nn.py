@@ -234,7 +234,7 @@ class W4Embedding(PackedModule):
             require_int(name, size)
         device = device_here(torch.get_default_device() if device is None else device)
         super().__init__(_zeros(WeightFormat.of(format), num_embeddings, embedding_dim, device), None, dtype)
-        self.padding_idx = padding_idx
+        self.padding_idx = _checked_padding(padding_idx, num_embeddings)
 
     @classmethod
     def from_weight(
@@ -243,11 +243,11 @@ class W4Embedding(PackedModule):
         """Return an embedding with the rows of ``w``, on its device.
 
         Raises:
-            TypeError, ValueError: for a bad weight or dtype; the message names it.
+            TypeError, ValueError: for a bad weight, dtype or index; the message names it.
         """
         made = cls.__new__(cls)
         PackedModule.__init__(made, w, None, dtype)
-        made.padding_idx = padding_idx
+        made.padding_idx = _checked_padding(padding_idx, w.n)
         return made
 
     @property
@@ -273,3 +273,11 @@ class W4Embedding(PackedModule):
         return (
             f"{self.num_embeddings}, {self.embedding_dim}{padding}, format={self.format}, layout={self.weight.layout}"
         )
+
+
+def _checked_padding(index: int | None, rows: int) -> int | None:
+    """Return the index of a row from the first one, as torch.nn.Embedding does for one from the last."""
+    if index is None:
+        return None
+    require_int("padding_idx", index, -rows, rows - 1)
+    return index % rows

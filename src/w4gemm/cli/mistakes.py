@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -66,10 +67,10 @@ def require_named(args: argparse.Namespace) -> None:
         _require_prompt(args.prompt, args.model)
     if args.command in ("convert", "compile"):
         name = "OUTPUT" if args.command == "convert" else "--output"
-        if args.output.exists() and not args.output.is_dir():
-            raise FileExistsError(
-                f"{name}: wanted a folder, which is made if needed, got the file {str(args.output)!r}"
-            )
+        there = next(p for p in (args.output, *args.output.absolute().parents) if os.path.lexists(p))
+        if not there.is_dir():
+            kind = "file" if there.exists() else "link to nothing"
+            raise FileExistsError(f"{name}: wanted a folder, which is made if needed, got the {kind} {str(there)!r}")
         if args.output.exists() and args.command == "convert" and existing(args.path).samefile(args.output):
             raise ValueError(f"{name}: wanted another folder than PATH, got {str(args.output)!r} for both")
     for path in (named.get("path"), named.get("model"), named.get("vllm")):

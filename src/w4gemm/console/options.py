@@ -246,6 +246,8 @@ def token_ranges(text: str) -> list[tuple[int, int | None]]:
         last = first if match[2] is None else int(match[3]) if match[3] else None
         if last is not None and last < first:
             raise ValueError(f"--m: wanted ranges that go up, got {part!r}")
+        if max(first, last or 0) > LARGEST_SIZE:
+            raise ValueError(f"--m: wanted numbers of at most {LARGEST_SIZE}, got {part!r}")
         ranges.append((first, last))
     return ranges
 

@@ -44,6 +44,24 @@ def require_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}: wanted a bool, got {type(value).__name__} {value!r:.40}")
 
 
+def require_progress(progress: object, arguments: str) -> None:
+    """Raise TypeError unless ``progress`` is None or can be called with ``arguments``."""
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress: wanted a function of {arguments} or None, got {kind_of(progress)}")
+
+
+def require_module(model: object) -> None:
+    """Raise TypeError unless ``model`` is a module."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: wanted a torch.nn.Module, got {kind_of(model)}")
+
+
+def require_pretrained(model: object) -> None:
+    """Raise TypeError unless ``model`` is a model of transformers, or PEFT's around one."""
+    if not hasattr(model, "get_input_embeddings"):
+        raise TypeError(f"model: wanted a model of transformers, got {kind_of(model)}")
+
+
 def require_dense(name: str, t: torch.Tensor) -> None:
     """Raise TypeError for a sparse, nested or MKL-DNN tensor, and for one that several processes share."""
     if t.is_nested:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from w4gemm.api.packed_module import PackedModule
+from w4gemm.core.errors import require_module
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -28,8 +29,9 @@ def leave_out_packed(model: _Model) -> _Model:
             their names in it.
 
     Raises:
-        ValueError: if ``model`` has no quantized layers.
+        TypeError, ValueError: for what is no module, or has no quantized layers.
     """
+    require_module(model)
     names = {
         f"{owner}.{buffer}" if owner else buffer
         for owner, module in model.named_modules()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from w4gemm.core.autocast import without_autocast
-from w4gemm.core.errors import kind_of, require_bool, require_dense
+from w4gemm.core.errors import kind_of, require_bool, require_dense, require_progress
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import WeightComponents
 from w4gemm.weights.components import rounded_products
@@ -55,8 +55,7 @@ def quantize(
         raise TypeError(f"weight: wanted a floating-point tensor (n, k), got {kind_of(weight)}")
     require_dense("weight", weight)
     require_bool("search", search)
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress: wanted a function of two ints or None, got {kind_of(progress)}")
+    require_progress(progress, "two ints")
     if weight.device.type == "meta":
         raise ValueError("weight: wanted one with numbers, got one on the meta device")
     if 0 in weight.shape:

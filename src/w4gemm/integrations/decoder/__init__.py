@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from w4gemm.core.errors import require_pretrained
 from w4gemm.integrations.decoder.requirements import Otherwise, broken, log_once
 
 if TYPE_CHECKING:
@@ -31,7 +32,11 @@ def decode_by_graph(model: PreTrainedModel, fuse: bool = True) -> PreTrainedMode
 
     Returns:
         The model itself.
+
+    Raises:
+        TypeError: for what is no model of transformers.
     """
+    require_pretrained(model)
     if reason := broken(model, Otherwise.GENERATE):
         log_once(logging.WARNING, f"{type(model).__name__}: generate runs transformers' own loop, because {reason}")
         return model

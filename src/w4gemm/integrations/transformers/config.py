@@ -38,7 +38,7 @@ class W4GemmConfig(QuantizationConfigMixin):
         tied: of a loaded model: its embeddings that read the packed weight of a head, and the heads.
 
     Raises:
-        TypeError, ValueError: for a format or activations that there are not.
+        TypeError, ValueError: for an argument that is none.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class W4GemmConfig(QuantizationConfigMixin):
             raise ValueError(f"activations: wanted 'fp8' or None, got {activations!r}")
         self.quant_method = METHOD
         self.format = None if format is None else format_name(*parse_format_name(str(format)))
-        self.activations, self.skip, self.modules = activations, list(checked_skip(skip)), dict(modules or {})
-        self.tied = dict(tied or {})
+        self.activations, self.skip = activations, list(checked_skip(skip))
+        self.modules, self.tied = _texts("modules", modules), _texts("tied", tied)
         self.stored: dict[str, Any] | None = None
         """The quantization_config of the folder that ``save_pretrained`` writes, if it is none of w4gemm's own."""
 
@@ -75,6 +75,14 @@ class W4GemmConfig(QuantizationConfigMixin):
         own = config_dict if config_dict.get("quant_method") == METHOD else {}
         config = cls(**own)
         return (config, kwargs) if return_unused_kwargs else config
+
+
+def _texts(name: str, value: object) -> dict[str, str]:
+    """Return an argument of names and texts as a dict of its own."""
+    texts = value if isinstance(value, dict) else {} if value is None else {None: None}
+    if not all(isinstance(each, str) for pair in texts.items() for each in pair):
+        raise TypeError(f"{name}: wanted a dict of strings or None, got {value!r:.80}")
+    return {**texts}
 
 
 def enable() -> None:

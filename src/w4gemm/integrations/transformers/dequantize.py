@@ -14,6 +14,7 @@ from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints.dense import default_format
 from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, dense_experts, of_llama_4
 from w4gemm.core.activation import parse
+from w4gemm.core.errors import require_pretrained
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.embeddings import Packed, TiedEmbedding, dense_embedding, tied_to_heads
 from w4gemm.integrations.transformers.replace import hand_over, names_of, replace
@@ -74,7 +75,11 @@ def dequantize_embedding(model: PreTrainedModel, dtype: torch.dtype | None = Non
 
     Returns:
         The model itself, which stays as it is if its embedding is dense.
+
+    Raises:
+        TypeError: for what is no model of transformers.
     """
+    require_pretrained(model)
     from w4gemm.integrations.transformers.quantizer import describe
 
     packed = model.get_input_embeddings()

@@ -21,6 +21,7 @@ from w4gemm.checkpoints.dense import (
     layers_to_quantize,
 )
 from w4gemm.checkpoints.model_experts import are_experts, dense_experts
+from w4gemm.core.errors import require_bool, require_module, require_progress
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.words import listed, nearest
 from w4gemm.integrations.transformers.dequantize import DenseExperts, Products
@@ -29,6 +30,7 @@ from w4gemm.integrations.transformers.replace import compute_weight, hand_over, 
 _log = logging.getLogger("w4gemm")
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, what)``."""
+PROGRESS_ARGUMENTS = "two ints and a string"
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,12 @@ class Summary:
 
 
 def summarize(model: nn.Module) -> Summary:
-    """Count the linear layers of a model, by format and dense ones."""
+    """Count the linear layers of a model, by format and dense ones.
+
+    Raises:
+        TypeError: for what is no module.
+    """
+    require_module(model)
     packed = [m for m in model.modules() if isinstance(m, PackedModule)]
     formats = Counter(str(m.format) for m in packed if not isinstance(m, W4Embedding))
     dense = tuple(name for name, m in model.named_modules() if isinstance(m, nn.Linear))
@@ -101,11 +108,13 @@ def quantize_layers(
         The model itself.
 
     Raises:
-        TypeError, ValueError: for a model, format or ``skip`` that is none, for a name in ``skip`` that nothing has,
+        TypeError, ValueError: for an argument that is none, for a name in ``skip`` that nothing has,
             for a model without a layer to quantize or with PEFT's adapters, and for a weight that is not finite or too
             large, naming its layer; layers before it are quantized then.
     """
     names, skip = names_of(model), checked_skip(skip)
+    require_bool("search", search)
+    require_progress(progress, PROGRESS_ARGUMENTS)
     _refuse_adapters(model)
     one_format = None if format is None else WeightFormat.of(format)
     layers, experts = to_quantize(model, skip)
@@ -188,7 +197,8 @@ def to_quantize(model: nn.Module, skip: tuple[str, ...]) -> tuple[dict[str, nn.L
             stay.append(name)
     if wrong := [one for one in skip if one not in SKIP and not any(is_skipped(name, [one]) for name in names)]:
         parts = {name.rpartition(".")[2] for name in names}
-        close = nearest(wrong[0].rpartition(".")[2], parts) or (f"; there are {listed(sorted(parts))}" if parts else "")
+        last = wrong[0].removesuffix(".weight").rpartition(".")[2]
+        close = nearest(last, parts) or (f"; there are {listed(sorted(parts))}" if parts else "")
         raise ValueError(f"skip: wanted names of the model's linear layers and experts, got {wrong[0]!r}{close}")
     if stay:
         said = "%s: experts stay dense: w4gemm has no layer that computes the same, or they are split: %s"

@@ -30,12 +30,12 @@ from w4gemm.checkpoints.hugging_face import (
     require_transformers,
     transformers_makes,
 )
-from w4gemm.core.errors import FormatError, device_here
+from w4gemm.core.errors import FormatError, device_here, require_progress
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder import decode_by_graph
 from w4gemm.integrations.transformers.awaited import finish
-from w4gemm.integrations.transformers.layers import Progress
+from w4gemm.integrations.transformers.layers import PROGRESS_ARGUMENTS, Progress
 from w4gemm.integrations.transformers.places import Placement
 from w4gemm.weights.weight import ACTIVATIONS
 
@@ -73,7 +73,7 @@ def load(
         FileNotFoundError: if nothing is at ``path``.
         FormatError: if it is damaged, holds no model, or one of an unknown architecture; if a parameter of the model
             has no tensor, or a tensor no parameter, before any number is read.
-        TypeError, ValueError: for a dtype or a format that there is not.
+        TypeError, ValueError: for a device, dtype, format or progress that is none.
         ImportError: if transformers is not installed.
     """
     require_transformers()
@@ -85,6 +85,7 @@ def load(
     check_dtype(dtype)
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations: wanted 'fp8' or None, got {activations!r}")
+    require_progress(progress, PROGRESS_ARGUMENTS)
     checkpoint = open_checkpoint(path, format)
     refuse_adapter(checkpoint.path)
     model, tokenizer, alone = _empty_model(checkpoint, dtype)

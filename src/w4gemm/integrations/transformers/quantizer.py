@@ -40,6 +40,7 @@ from w4gemm.checkpoints.hugging_face import (
 )
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import METHOD, settings
+from w4gemm.core.errors import require_pretrained
 from w4gemm.core.problem import Device
 from w4gemm.core.words import listed
 from w4gemm.integrations.decoder import decode_by_graph
@@ -338,7 +339,11 @@ def describe(model: PreTrainedModel) -> W4GemmQuantizer:
     """Let a model know of its W4Linear layers and experts: its config names their formats, so that ``save_pretrained``
     writes a folder that ``from_pretrained`` and :func:`load` read, and adapters may be trained beside them. A model
     without any, as :func:`dequantize_layers` leaves it, is saved as a dense one. Return the model's ``hf_quantizer``.
+
+    Raises:
+        TypeError: for what is no model of transformers.
     """
+    require_pretrained(model)
     layers = dict(_own_layers(model))
     quantizer = getattr(model, "hf_quantizer", None)
     if not isinstance(quantizer, W4GemmQuantizer):

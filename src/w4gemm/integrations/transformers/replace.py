@@ -10,7 +10,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.packed_module import PackedModule
-from w4gemm.core.errors import kind_of
+from w4gemm.core.errors import require_module
 
 _WEIGHT_HOOKS = (BasePruningMethod, WeightNorm, SpectralNorm)
 """PyTorch's hooks that compute a layer's weight from other tensors before each call."""
@@ -22,8 +22,7 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     Raises:
         TypeError: for what is no module, and for a layer alone, which has no place that another could take.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: wanted a torch.nn.Module, got {kind_of(model)}")
+    require_module(model)
     if isinstance(model, (nn.Linear, PackedModule, W4Experts)):
         raise TypeError(
             f"model: wanted a module with layers inside, got a {type(model).__name__} itself; W4Linear.from_linear "

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm.checkpoints import FORMATS, Checkpoint, CheckpointFormat, Module, compressed_tensors, find_checkpoint, gguf
+from w4gemm.checkpoints import (
+    FORMATS,
+    Checkpoint,
+    CheckpointFormat,
+    Module,
+    compressed_tensors,
+    dense,
+    find_checkpoint,
+    gguf,
+)
 from w4gemm.checkpoints.gguf.architectures import ARCHITECTURES
 from w4gemm.checkpoints.hugging_face import quantization_config, read_config, stated_dtype
 from w4gemm.core import environment
@@ -80,7 +89,8 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
     """
     source, folder = find_checkpoint(path)
     if source not in TAKEN_OVER:
-        raise FormatError(f"{path}: wanted {' or '.join(f.contents for f in TAKEN_OVER)}, got {source.contents}")
+        hint = f"; `w4gemm convert {path} OUTPUT` makes one" if source is dense.FORMAT else ""
+        raise FormatError(f"{path}: wanted a model of {' or '.join(_NAMES)}, got {source.contents}{hint}")
     checkpoint = source.open(folder, None)
     config = _config_of_gguf(checkpoint) if isinstance(checkpoint, gguf.GGUFCheckpoint) else read_config(folder)
     text = config.get("text_config") or config
