@@ -68,6 +68,35 @@ def make(kind: str, source: Path, target: Path) -> Path:
     return target / done.stdout.splitlines()[-1]
 
 
+def test_packages_of_a_checkout_know_its_commit(
+    built: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a wheel that is made of the sdist; ``w4gemm info`` prints it."""
+    from w4gemm.tuning import record
+
+    checkout, own = built[0].parent / "checkout", {"GIT_CONFIG_GLOBAL": "/dev/null", "HOME": str(tmp_path)}
+    shutil.copytree(built[0].parent / "copy", checkout)
+    for key, value in own.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("W4GEMM_COMMIT", raising=False)
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    for command in (("init", "-q"), ("add", "-A"), (*who, "commit", "-q", "-m", "all")):
+        subprocess.run(["git", *command], cwd=checkout, check=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout.strip()
+    sdist = make("sdist", checkout, tmp_path / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (checkout / "README.md").write_text("changed\n")
+    wheels = [make("wheel", tmp_path / sdist.name.removesuffix(".tar.gz"), tmp_path / "of_sdist")]
+    wheels.append(make("wheel", checkout, tmp_path / "changed"))
+    for wheel, expected in zip(wheels, ((commit, False), (commit, True)), strict=True):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract("w4gemm/commit.txt", tmp_path)
+        monkeypatch.setattr(record, "_BUILT_OF", tmp_path / "w4gemm/commit.txt")
+        facts = record.facts()
+        assert (facts["commit"], facts["dirty"]) == expected
+
+
 def metadata(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

@@ -16,6 +16,8 @@ from w4gemm.jit.disk import source_hash
 from w4gemm.jit.toolchain import installed_version, toolkit
 
 _HERE = Path(__file__).resolve().parent
+_BUILT_OF = _HERE.parent / "commit.txt"
+"""Written by ``hatch_build.py``."""
 
 
 def facts(device: torch.device | str | None = None) -> dict[str, Any]:
@@ -56,8 +58,11 @@ def append(path: str | Path, *rows: dict[str, Any]) -> None:
 
 
 def _commit() -> tuple[str, bool]:
-    """Return the checkout's commit and True if anything but results differs from it; ("", True) if that is unknown."""
+    """Return the commit of the checkout, or of the one that this copy was built of, and True if anything but results
+    differs from it; ("", True) if that is unknown."""
     commit = environment.commit()
+    if commit is None and _BUILT_OF.is_file():
+        commit = _BUILT_OF.read_text().strip()
     if commit is not None:
         return commit.removesuffix("-dirty"), commit.endswith("-dirty")
     try:
