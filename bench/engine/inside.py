@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import os
 import re
 import time
 from collections import defaultdict
@@ -80,16 +79,7 @@ def _prefix(name: str) -> str:
 def errors(model: torch.nn.Module, folder: Path) -> Row:
     """Return the largest relative error of linear layers' products, and of expert layers' results, in the first two
     decoder layers, beside those of the checkpoint's numbers in float32."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)  # vLLM leaves one, which takes a minute for DeepSeek-V3's experts
-    try:
-        return _errors(model, open_checkpoint(folder))
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _errors(model: torch.nn.Module, checkpoint: Checkpoint) -> Row:
-    largest = dict[str, float]()
+    checkpoint, largest = open_checkpoint(folder), dict[str, float]()
     linear, experts = layers_of(model)
     for kind, layers, results in (("linear_error", linear, _linear), ("experts_error", experts, _experts)):
         for name, module in _all({i: layers[i] for i in sorted(layers)[:2]}):
@@ -98,7 +88,7 @@ def _errors(model: torch.nn.Module, checkpoint: Checkpoint) -> Row:
                 parts = [part.removeprefix("model.") for part in parts]
             other = kind == "experts_error" and module.activation.value != "silu"
             if checkpoint.modules.keys() >= set(parts) and not other:
-                weights = [_as_vllm_loads(checkpoint, part).to(DEVICE) for part in parts]
+                weights = [_as_vllm_loads(checkpoint, part) for part in parts]
                 result, exact = results(module, weights)
                 error = ((result.float() - exact).norm() / exact.norm()).item()
                 largest[kind] = max(largest.get(kind, 0.0), round(error, 5))
@@ -109,8 +99,8 @@ def _as_vllm_loads(checkpoint: Checkpoint, name: str) -> QuantizedWeight:
     """Return a module's weight. vLLM's GGUF plugin keeps the file's order of rows, in which q's and k's of a Llama are
     not in the model's."""
     if isinstance(checkpoint, GGUFCheckpoint):
-        return checkpoint.file.weight(checkpoint.stored_names(name)[0])
-    return checkpoint.weight(name)
+        return checkpoint.file.weight(checkpoint.stored_names(name)[0]).to(DEVICE)
+    return checkpoint.weight(name, DEVICE)  # a CPU takes minutes for DeepSeek-V3's experts
 
 
 def _linear(module: Any, weights: list[QuantizedWeight]) -> tuple[torch.Tensor, torch.Tensor]:
