@@ -22,6 +22,7 @@ from w4gemm.integrations.transformers import W4GemmConfig, quantize_layers, summ
 IDS = torch.tensor([[3, 17, 42, 5]])
 SIZES = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+INNER = {"intra_bottleneck_size": 32}
 BLOCKS = {"vocab_size": 100, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
 HALVES = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
 HALVES |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 100}
@@ -109,17 +110,22 @@ def test_a_tied_head_of_a_folder_that_has_it(stored: str, tmp_path: Path) -> Non
     torch.testing.assert_close(loaded.lm_head.weight.dequantize(), head, rtol=0.02, atol=0.02)
 
 
-def test_a_head_that_has_to_be_tied_stays_dense(tmp_path: Path) -> None:
-    """Switch Transformers scale a head's input if their config says that it is tied."""
-    config = transformers.SwitchTransformersConfig(**BLOCKS, num_experts=2)
-    dense = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("config", "settings", "cls"),
+    [
+        # whose head's input is scaled if their config says that it is tied
+        ("SwitchTransformersConfig", BLOCKS | {"num_experts": 2}, AutoModelForSeq2SeqLM),
+        # which multiplies by the weight of its head itself
+        ("MobileBertConfig", SIZES | {"hidden_size": 64, "embedding_size": 32} | INNER, AutoModelForMaskedLM),
+    ],
+)
+def test_a_head_that_has_to_be_dense_and_tied(config: str, settings: Any, cls: Any, tmp_path: Path) -> None:
+    dense = cls.from_config(getattr(transformers, config)(**settings), dtype=torch.float32)
     dense.save_pretrained(tmp_path)
-    expected = logits(dense)
-    loaded = AutoModelForSeq2SeqLM.from_pretrained(
-        tmp_path, quantization_config=W4GemmConfig("int8_g32", skip=()), dtype=torch.float32
-    )
+    head, expected = dense.get_output_embeddings(), logits(dense)
+    loaded = cls.from_pretrained(tmp_path, quantization_config=W4GemmConfig("int8_g32", skip=()), dtype=torch.float32)
     for model in (loaded, quantize_layers(dense, "int8_g32", skip=())):
-        assert [n for n in summarize(model).dense if "router" not in n] == ["lm_head"]
+        assert summarize(model).quantized and type(model.get_output_embeddings()) is type(head)
         assert (logits(model) - expected).norm() < 0.05 * expected.norm()
 
 

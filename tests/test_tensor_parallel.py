@@ -93,6 +93,13 @@ def dense_layers(folders: Folders) -> None:
             torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-4, atol=1e-5)
         with pytest.raises(ValueError, match="not serializable"):
             model.save_pretrained(folder / "saved")
+        with pytest.raises(ValueError, match="q_proj: wanted a layer without a forward set on it, .* in one process"):
+            model.dequantize()  # each process would compute with its part, and none add them up
+        if folder.name == "dense":
+            with pytest.raises(ValueError, match="lm_head: 259 x 64 does not split into equal parts for 2 processes"):
+                AutoModelForCausalLM.from_pretrained(
+                    folder, quantization_config=W4GemmConfig(FORMAT, skip=()), distributed_config=split
+                )
 
 
 def experts(folders: Folders) -> None:

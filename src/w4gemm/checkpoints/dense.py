@@ -49,6 +49,7 @@ _MULTIPLIED_BY_MODEL = {
     "classifier": "LongcatFlashTopkRouter",
     "output": "RwkvSelfAttention",
     "value": "RwkvFeedForward",
+    "decoder": "MobileBertLMPredictionHead",
 }
 """Layers whose weight, a tensor, a model multiplies or rescales by itself: the last part of their name, and the end of
 the name of their owner's class."""

@@ -11,7 +11,8 @@ from torch import nn
 
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Linear
-from w4gemm.checkpoints.dense import default_format
+from w4gemm.api.packed_module import PackedModule
+from w4gemm.checkpoints.dense import default_format, has_forward_set
 from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, dense_experts, of_llama_4
 from w4gemm.core.activation import parse
 from w4gemm.core.errors import require_pretrained
@@ -41,10 +42,16 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     Raises:
         TypeError: for another dtype.
-        ValueError: for a linear layer with an activation, which a dense one has not; nothing is replaced then.
+        ValueError: for a linear layer with an activation, which a dense one has not, and for a layer or experts with a
+            forward set on them, as transformers' tensor parallelism does; nothing is replaced then.
     """
     layers = names_of(model)
     for layer, names in layers.items():
+        if isinstance(layer, (PackedModule, W4Experts)) and has_forward_set(layer):
+            raise ValueError(
+                f"{names[0]}: wanted a layer without a forward set on it, which a dense one would not have; "
+                "transformers sets one where processes share a model: load it in one process"
+            )
         if isinstance(layer, W4Linear) and layer.activation is not None:
             raise ValueError(
                 f"{names[0]}.activation: wanted None, since a torch.nn.Linear has none, got {layer.activation!r}; set "

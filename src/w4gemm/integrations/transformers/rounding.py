@@ -80,7 +80,7 @@ class Rounding:
 
         Raises:
             FormatError: if a weight was not loaded.
-            ValueError: for a tied weight that is not finite or too large.
+            ValueError: for a tied weight that is not finite or too large, and for one that processes cannot share.
         """
         for name, layer in list(self._model.named_modules()):
             if isinstance(layer, AwaitedDenseExperts):
@@ -88,7 +88,16 @@ class Rounding:
             elif isinstance(layer, AwaitedDense):
                 if layer.quantized is None:
                     layer.quantized = self._tied(name, layer)
+                self._check_parts(name, layer, layer.quantized)
                 layer.fill(Local(layer.quantized.to(layer.place.device)), self._config.activations)
+
+    def _check_parts(self, name: str, layer: AwaitedDense, w: QuantizedWeight) -> None:
+        """Raise ValueError unless this process's part of a layer is as large as each other's."""
+        if layer.out_features % w.n or layer.in_features % w.k:
+            raise ValueError(
+                f"{name}: {layer.out_features} x {layer.in_features} does not split into equal parts for "
+                f"{self._model.tp_size} processes; wanted other numbers, or its name in skip"
+            )
 
     def _tied(self, name: str, layer: AwaitedDense) -> QuantizedWeight:
         """Return the rounded weight of a layer that is tied to others, or this process's part of it."""
