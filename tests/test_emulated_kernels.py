@@ -169,6 +169,8 @@ PRODUCTS = [
     # scales that lanes prepare for one another, in the staging buffer of tile after tile
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q2_k", PLAIN, 3, 136, 768, 1),
     Product("sm90_mixed_gemm/128x128x64_1x1x1_coop", "q6_k", BIASED, 3, 264, 256, 1),
+    # factors that are loaded once for several stages
+    Product("sm90_mixed_gemm/256x128x64_1x1x1_coop", "q3_k", PLAIN, 3, 136, 640, 1),
     Product("sm80_mixed_gemm/64x128x64_1x1x1_coop", "q6_k", PLAIN, 9, 128, 384, 1),
     Product("sm90_decode/8x48x128_1x1x1_coop", "q4_k", PLAIN, 5, 96, 896, 4),
     # up to four tokens: groups in columns

@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from w4gemm.kernels.device.block import BlockReader
@@ -93,7 +93,13 @@ class Mainloop:
         return None
 
     def load_packed(
-        self, operands: MmaOperands, pipeline: Pipeline, stage: Int32, number: int, consumer: ConsumerCoord
+        self,
+        operands: MmaOperands,
+        pipeline: Pipeline,
+        stage: Int32,
+        number: int,
+        consumer: ConsumerCoord,
+        begins: bool = True,
     ) -> None:
         """Load codes of one of this k set's packed blocks into registers, with the first of a block its scales too.
         number: which of the warpgroup's loads in the stage, counted over a block's k chunks first, then over its 64-row
@@ -111,7 +117,7 @@ class Mainloop:
         for half in range(part * halves, (part + 1) * halves):
             words += self.reader.codes(address, half, lane=thread, offsets=offsets)
         if part == 0 and operands.lane is not None:
-            self.levels.store(operands.lane, address)
+            self.levels.store(operands.lane, address, begins)
         elif part == 0:
             for run in range(self.block.runs):
                 first = self.block.scales_at(run * self.block.groups_per_word)
@@ -177,10 +183,27 @@ class Mainloop:
             for number in cutlass.range_constexpr(variant.stages_per_iteration):
                 current, state = state.stage, state.after(variant.num_stages)
                 done = i * variant.stages_per_iteration + number
-                stage_state = StageState(current, state, previous, done > 0, done + 1 < k_slices)
+                stage_state = self.stage_state(current, state, previous, number, done > 0, done + 1 < k_slices)
                 self.multiply_stage(mma, pipeline, operands, sums, stage_state, consumer, number)
                 previous = current
         return state, previous
+
+    def stage_state(
+        self,
+        stage: Int32,
+        next_state: PipelineState,
+        previous: Int32,
+        number: int,
+        has_previous: Boolean,
+        has_next: Boolean,
+    ) -> StageState:
+        """A stage, number ``number`` of a main-loop iteration. An iteration of a superblock has all of its stages."""
+        last = self.variant.stages_per_iteration - 1
+        if not self.variant.by_superblock:
+            return StageState(stage, next_state, previous, has_previous, has_next, True)
+        return StageState(
+            stage, next_state, previous, number > 0 or has_previous, number < last or has_next, number == last
+        )
 
     def begin(
         self,
@@ -233,7 +256,7 @@ class Mainloop:
             if const_expr(batch == batches - 1):
                 if state.has_next:  # its latency passes while the tensor cores work
                     self.wait_full(pipeline, state.next)
-                    self.load_packed(operands, pipeline, state.next.stage, 0, consumer)
+                    self.load_packed(operands, pipeline, state.next.stage, 0, consumer, state.next_begins)
             warpgroup.wait_group(1)
             if const_expr(batch == 0):
                 if state.has_previous:

@@ -31,6 +31,8 @@ class LevelLane(NamedTuple):
     """Address of what it prepares."""
     prepared: Int32
     """Address of what its quad prepares."""
+    held: cute.Tensor | None
+    """The row's factors, if several packed blocks in succession share them."""
 
 
 class SharedLevels:
@@ -54,14 +56,16 @@ class SharedLevels:
             kept(pair * block.factor_pair_bytes + 2 * row),
             kept(prepared + group * GROUP_LEVEL_BYTES + row * (LEVEL_BYTES // 2)),
             kept(prepared),
+            cute.make_rmem_tensor((block.factors,), Int32) if variant.by_superblock else None,
         )
 
-    def store(self, lane: LevelLane, address: Int32) -> None:
+    def store(self, lane: LevelLane, address: Int32, begins: bool) -> None:
         """Prepare a lane's scales of the packed block at ``address``. The lane has decoded the block before it. When
-        this returns, the scales of that block are overwritten, and those of this one are visible to the warp."""
+        this returns, the scales of that block are overwritten, and those of this one are visible to the warp.
+        begins: False if its factors are those of the block before."""
         block, load = self.block, load_shared_byte if self.block.runs == 1 else load_shared_half
         first, own = address + block.code_bytes + lane.levels, address + block.factors_at + lane.factors
-        factors = tuple(load_shared_half(own + 4 * i) for i in range(block.factors))
+        factors = self.factors(lane, own, begins)
         rows = []
         for run in range(0, block.runs, 2):
             levels = tuple(load(first + run * block.run_bytes + 4 * i) for i in range(block.words_per_scale))
@@ -71,6 +75,17 @@ class SharedLevels:
         for group, row in rows:
             store_shared_f32x2(lane.target + group * GROUP_LEVEL_BYTES, row)
         cute.arch.sync_warp()
+
+    def factors(self, lane: LevelLane, address: Int32, begins: bool) -> tuple[Int32, ...]:
+        """The factors of a lane's row, in shared memory at ``address``; those held, unless they begin there."""
+        count = self.block.factors
+        if begins:
+            loaded = tuple(load_shared_half(address + 4 * i) for i in range(count))
+            if lane.held is None:
+                return loaded
+            for i, factor in enumerate(loaded):
+                lane.held[i] = factor
+        return tuple(lane.held[i] for i in range(count))
 
     def load(self, lane: LevelLane, group: int) -> tuple[Any, Any]:
         """Load factor and addend of row g and of row g + 8, of a group of the packed block."""

@@ -34,6 +34,8 @@ class StageState(NamedTuple):
     """True if ``previous`` is of the same work tile, and not yet released."""
     has_next: Boolean
     """True if ``next`` is of the same work tile."""
+    next_begins: bool
+    """False if ``next`` has the factors of this stage."""
 
 
 class MmaOperands(NamedTuple):

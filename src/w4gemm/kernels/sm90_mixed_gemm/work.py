@@ -8,7 +8,7 @@ from typing import Any
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.variant import KSliceVariant, registers_of
-from w4gemm.packing.block import BLOCK_K
+from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.codecs import Pairs
 
 WGMMA_TOKENS = 256
@@ -142,9 +142,21 @@ class Sm90MixedWork(KSliceVariant):
 
     @property
     def stages_per_iteration(self) -> int:
-        """Stages per main-loop iteration: 2 if a stage holds half a block (tile_k = 64) or a single MMA batch
-        (tile_k * m64_atoms == chunk_k), so that both fragment buffers are used; else 1."""
+        """Stages per main-loop iteration: all of a superblock if ``by_superblock``; 2 if a stage holds half a block
+        (tile_k = 64) or a single MMA batch (tile_k * m64_atoms == chunk_k), so that both fragment buffers are used;
+        else 1."""
+        if self.by_superblock:
+            return self.block.factor_blocks * BLOCK_K // self.config.tile_k
         return 2 if self.half_block_stages or self.config.tile_k * self.m64_atoms == self.chunk_k else 1
+
+    @property
+    def by_superblock(self) -> bool:
+        """True if a main-loop iteration multiplies all columns that share factors, which are loaded once: of codecs
+        that gain by it, in the tile that many tokens take. Streams would be divided in steps of so many columns."""
+        c = self.config
+        usual = (c.tile_m, c.tile_n, c.cluster_m, c.cluster_n, c.split_k) == (WGMMA_TOKENS, 2 * BLOCK_N, 1, 1, 1)
+        several = self.half_block_stages and self.block.factor_blocks > 1 and self.shares_levels
+        return self.weight.codec.by_superblock and c.schedule == "coop" and usual and several
 
     @property
     def blocks_k_per_iteration(self) -> int:

@@ -222,6 +222,7 @@ class Codec:
         shares_levels: True if lanes may prepare scales for one another.
         factors_on_sums: True if codes times their scales of two levels are numbers of x's dtype, so that a kernel that
             scales sums multiplies those of a whole block, by factors alone.
+        by_superblock: True if a main loop whose iterations are superblocks was seen to be faster.
         slow_alone: True if one warpgroup along n was seen to keep tensor cores waiting.
     """
 
@@ -250,6 +251,7 @@ class Codec:
     slow_alone: bool = False
     shares_levels: bool = False
     factors_on_sums: bool = False
+    by_superblock: bool = False
     sums: tuple[Bits, ...] = ()
 
     def __repr__(self) -> str:

@@ -195,7 +195,7 @@ def _codecs(bits: int) -> tuple[Codec, ...]:
     ]
     if bits == 3:
         small = f"{name}_small_levels_mma16", MMA16, name, ("s6x256", "s6x128"), ("none",), *codes
-        codecs.append(SmallLevelCodec(*small, **levels, scale_offset=32, factors_on_sums=True))
+        codecs.append(SmallLevelCodec(*small, **levels, scale_offset=32, factors_on_sums=True, by_superblock=True))
     if bits <= 5:  # of six bits there is no such format
         unsigned = "u8x256", "u8x128"
         codecs.append(TwoLevelCodec(f"{name}_two_levels_mma16", MMA16, name, unsigned, ("float",), *codes, **levels))
