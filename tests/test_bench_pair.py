@@ -140,6 +140,13 @@ def test_experts_are_timed_from_the_logits_on_if_one_engine_routes_in_its_kernel
     assert weights.shape == ids.shape == (64, 2) and ids.dtype == torch.int32
 
 
+@pytest.mark.parametrize("parts", [inside.PARTS, ("linear",), ("experts",)])
+def test_the_parts_that_are_asked_for_are_timed(parts: tuple[str, ...], monkeypatch) -> None:
+    monkeypatch.setattr(inside, "layers_of", lambda model: ({0: []}, {0: []}))
+    points = inside._points({"w4gemm": torch.nn.Module()}, (1, 8), parts)
+    assert [(part, m) for part, m, _ in points] == [(part, m) for part in parts for m in (1, 8)]
+
+
 def test_answers_are_compared_up_to_the_first_other_token():
     ours = pair.Answers([[1, 2, 3], [4, 5, 6]], [[-1.0, -2.0, -9.0], [-3.0, 0.0, 0.0]], [[-1.0], [-2.0]])
     others = pair.Answers([[1, 2, 4], [5, 5, 6]], [[-1.5, -2.5, -1.0], [-4.0, 0.0, 0.0]], [[-1.25], [-2.75]])

@@ -29,6 +29,8 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 _STACKS = ("gate_up_proj", "down_proj")
 _LAYER = re.compile(r"layers\.\d+\.")
 _ROUNDS = 3
+PARTS = "linear", "experts"
+"""Kinds of layers."""
 Layers = dict[int, list[tuple[str, Any]]]
 """Names and modules by the number of their decoder layer."""
 Calls = list[Callable[[], object]]
@@ -229,39 +231,45 @@ def _is_fresh(w: QuantizedWeight, dense: torch.Tensor) -> bool:
 # --- times ------------------------------------------------------------------------------------------------------------
 
 
-def warm_up(models: dict[str, torch.nn.Module], tokens: Sequence[int], config: Any) -> None:
+def warm_up(
+    models: dict[str, torch.nn.Module], tokens: Sequence[int], config: Any, parts: Sequence[str] = PARTS
+) -> None:
     """Call what :func:`timed` times, which takes the same arguments: Humming compiles kernels when they are called, and
     vLLM's workspace grows, here one of no engine, because CUDA graphs hold the memory of those."""
     from vllm.v1.worker import workspace
 
     if workspace.is_workspace_manager_initialized():
         workspace.init_workspace_manager(torch.device(DEVICE))
-    for _, m, variants in _points(models, tokens):
+    for _, m, variants in _points(models, tokens, parts):
         with forward_context(config, m):
             for call in itertools.chain.from_iterable(variants):
                 call()
 
 
-def timed(models: dict[str, torch.nn.Module], tokens: Sequence[int], config: Any) -> Iterator[Row]:
-    """Time the layers of several models by turns, in three rounds; generate a row for each kind of layer, number of
-    tokens and model. config: one of the engines' VllmConfig."""
-    for phase, m, variants in _points(models, tokens):
+def timed(
+    models: dict[str, torch.nn.Module], tokens: Sequence[int], config: Any, parts: Sequence[str] = PARTS
+) -> Iterator[Row]:
+    """Time the layers of several models by turns, in three rounds; generate a row for each kind of layer in ``parts``,
+    number of tokens and model. config: one of the engines' VllmConfig."""
+    for phase, m, variants in _points(models, tokens, parts):
         with forward_context(config, m):
             rounds = [[t.p50 for t in time_graphs(variants, replays=7)] for _ in range(_ROUNDS)]
         for name, times in zip(models, zip(*rounds, strict=True), strict=True):
             yield {"phase": phase, "batch": m, "impl": name, **spread("us", times)}
 
 
-def _points(models: dict[str, torch.nn.Module], tokens: Sequence[int]) -> Iterator[tuple[str, int, list[Calls]]]:
+def _points(
+    models: dict[str, torch.nn.Module], tokens: Sequence[int], parts: Sequence[str]
+) -> Iterator[tuple[str, int, list[Calls]]]:
     """Generate each kind of layer, number of tokens, and the calls of each model."""
     linear, experts = zip(*(layers_of(model) for model in models.values()), strict=True)
-    for m in tokens if linear[0] else ():
-        yield "linear", m, [_linear_products(layers, m) for layers in linear]
+    for m in tokens if linear[0] and PARTS[0] in parts else ():
+        yield PARTS[0], m, [_linear_products(layers, m) for layers in linear]
     modules = [[module for _, module in _all(layers)] for layers in experts]
     runners = [_runners(model) for model in models.values()]
     routes = any(module.quant_method.is_monolithic for module in itertools.chain.from_iterable(modules))
-    for m in tokens if experts[0] else ():
-        yield "experts", m, [_expert_products(own, m, routes) for own in runners]
+    for m in tokens if experts[0] and PARTS[1] in parts else ():
+        yield PARTS[1], m, [_expert_products(own, m, routes) for own in runners]
 
 
 def forward_context(config: Any, m: int) -> Any:

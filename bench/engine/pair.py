@@ -38,7 +38,7 @@ from bench.engine.models import Model
 from bench.engine.options import add_models, pairs_of
 from bench.engine.packing import Packing
 from bench.engine.rows import equal_prefix, spread
-from bench.engine.worker import kernels_of, skip_router_warmup
+from bench.engine.worker import inspect_here, kernels_of, skip_router_warmup
 from bench.options import add_out, counts, typed
 from bench.rows import Row
 
@@ -82,6 +82,7 @@ class Engine:
         from vllm.v1.worker import workspace
 
         skip_router_warmup()
+        inspect_here()
         self.kernels = kernels
         ours = kernels in (OURS, OURS_FP8, WITHOUT_LORA)
         x = "fp8" if args.fp8 or kernels == OURS_FP8 else "auto"
@@ -236,6 +237,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--apart", type=positive, nargs="?", default=0, const=1, metavar="N", help=apart)
     p.add_argument("--vocabulary", type=int, default=4096, metavar="N", help="words of each model (%(default)s)")
     p.add_argument("--tokens", type=typed(counts), default="1,8,64,2048", help="of timed products (%(default)s)")
+    p.add_argument("--parts", nargs="+", choices=inside.PARTS, default=inside.PARTS, help="kinds of layers that are "
+                   "timed (default: both)")  # fmt: skip
+    p.add_argument("--unchecked", action="store_true", help="do not compute layers' errors, which takes a minute for "
+                   "DeepSeek-V3's experts")  # fmt: skip
     p.add_argument("--decode", type=typed(counts), default=(), metavar="N", help="requests at once of whole engines' "
                    "timed decode steps (default: none)")  # fmt: skip
     p.add_argument("--prefill", type=typed(counts), default=(), metavar="N", help="tokens of prompts, each alone, that "
@@ -320,7 +325,7 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
     version = {"engine_version": vllm.__version__, "impl_version": w4gemm.__version__}
     own, only_answers = {"impl": ours.name, **version, "chosen": False}, bool(args.lora or feature)
     answers = ours.answer(prompts, adapters, not only_answers)
-    errors = {} if only_answers else inside.errors(ours.model, served(folder))
+    errors = {} if only_answers or args.unchecked else inside.errors(ours.model, served(folder))
     yield own | {"phase": "start", "seconds": round(ours.seconds, 1), **errors}
     if adapters:
         row = compared(answers, ours.answer_by_adapter(prompts, adapters))
@@ -343,7 +348,16 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
         gc.collect()  # an engine that failed ends vLLM's process groups when it goes
         yield own | row
     if not feature and (args.decode or not args.lora):
+        warm_up(engines, args)
         yield from (own | row for row in measured(engines, model, adapters, args))
+
+
+def warm_up(engines: list[Engine], args: argparse.Namespace) -> None:
+    """Call the layers that :func:`measured` times: Humming compiles kernels for each number of tokens. Engines in a
+    process each do that at the same time."""
+    if not args.lora:
+        models = {engine.name: engine.model for engine in engines}
+        inside.warm_up(models, args.tokens, engines[0].llm.llm_engine.vllm_config, args.parts)
 
 
 def measured(engines: list[Engine], model: Model, adapters: list[Any], args: argparse.Namespace) -> Iterator[Row]:
@@ -357,8 +371,7 @@ def measured(engines: list[Engine], model: Model, adapters: list[Any], args: arg
     if args.lora:
         return
     models, config = {engine.name: engine.model for engine in engines}, engines[0].llm.llm_engine.vllm_config
-    inside.warm_up(models, args.tokens, config)
-    layers = inside.timed(models, args.tokens, config)
+    layers = inside.timed(models, args.tokens, config, args.parts)
     while row := _next(layers, args.turn):
         yield row | {"chosen": row["impl"] in chosen}
 
@@ -392,8 +405,9 @@ def started_alone(model: Model, folder: Path, args: argparse.Namespace, kernels:
     own |= {"chosen": kernels == DEFAULT}
     answers = engine.answer(prompts_of(model))
     with inside.forward_context(engine.llm.llm_engine.vllm_config, 2):
-        errors = inside.errors(engine.model, served(folder))
+        errors = {} if args.unchecked else inside.errors(engine.model, served(folder))
     row = own | {"phase": "start", "seconds": round(engine.seconds, 1), **errors}
+    warm_up([engine], args)
     return Started(row, answers, (own | timed for timed in measured([engine], model, [], args)))
 
 
