@@ -122,6 +122,10 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/16x128x128_1x1x1_stream", "int4_g128", PLAIN, 3, 896, 384, 3),
     Product("sm90_mixed_gemm/24x64x256_1x1x1_coop_k2", "int4_g128", Epilogue("gelu_tanh"), 27, 64, 512, 4),
     Product("sm90_mixed_gemm/24x64x128_1x1x1_coop_k4", "int4_g128", PLAIN, 27, 64, 768, 8),
+    Product("sm90_mixed_gemm/64x192x128_1x1x1_coop_k4", "int4_g128", BIASED, 50, 184, 768, 4),
+    Product("sm90_mixed_gemm/64x128x128_1x1x1_coop_k3", "int4_g128", PLAIN, 60, 128, 640, 3),
+    Product("sm90_mixed_gemm/64x128x128_1x1x1_coop_k5", "int4_g128", PLAIN, 60, 128, 1280, 5),
+    Product("sm90_mixed_gemm/40x192x128_1x1x1_coop_k4", "int4_g128", PLAIN, 37, 192, 1024, 4),
     # chains: two and three tiles, the last of which may lie past n; fewer k-slices than CTAs
     Product("sm90_mixed_gemm/72x64x128_1x1x1_chain_k3", "int4_g128", BIASED, 70, 184, 1152, 6),
     Product("sm90_mixed_gemm/24x64x256_1x1x1_chain_k4", "int4_g128", ALL, 27, 250, 1664, 16),
