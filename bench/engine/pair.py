@@ -239,8 +239,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens", type=typed(counts), default="1,8,64,2048", help="of timed products (%(default)s)")
     p.add_argument("--parts", nargs="+", choices=inside.PARTS, default=inside.PARTS, help="kinds of layers that are "
                    "timed (default: both)")  # fmt: skip
-    p.add_argument("--unchecked", action="store_true", help="do not compute layers' errors, which takes a minute for "
-                   "DeepSeek-V3's experts")  # fmt: skip
+    p.add_argument("--unchecked", action="store_true", help="do not compute layers' errors")
     p.add_argument("--decode", type=typed(counts), default=(), metavar="N", help="requests at once of whole engines' "
                    "timed decode steps (default: none)")  # fmt: skip
     p.add_argument("--prefill", type=typed(counts), default=(), metavar="N", help="tokens of prompts, each alone, that "
