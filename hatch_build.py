@@ -12,7 +12,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class CommitHook(BuildHookInterface):
-    """Adds the file ``commit.txt``. An unpacked sdist has it already, and nothing else is a checkout of its own."""
+    """Adds the file ``commit.txt`` to what is built of a checkout. An unpacked sdist has the file already."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":

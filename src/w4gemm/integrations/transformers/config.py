@@ -38,7 +38,7 @@ class W4GemmConfig(QuantizationConfigMixin):
         tied: of a loaded model: its embeddings that read the packed weight of a head, and the heads.
 
     Raises:
-        TypeError, ValueError: for an argument that is none.
+        TypeError, ValueError: for a wrong argument; the message names it.
     """
 
     def __init__(
@@ -79,10 +79,11 @@ class W4GemmConfig(QuantizationConfigMixin):
 
 def _texts(name: str, value: object) -> dict[str, str]:
     """Return an argument of names and texts as a dict of its own."""
-    texts = value if isinstance(value, dict) else {} if value is None else {None: None}
-    if not all(isinstance(each, str) for pair in texts.items() for each in pair):
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for pair in value.items() for text in pair):
         raise TypeError(f"{name}: wanted a dict of strings or None, got {value!r:.80}")
-    return {**texts}
+    return dict(value)
 
 
 def enable() -> None:
